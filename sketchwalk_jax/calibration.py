@@ -74,7 +74,6 @@ def calibrate(
     max_steps: int = 12,
     batch: int | None = None,
     over: str = "sparse_layers",
-    program: Callable[..., Density] | None = None,
 ) -> Calibration:
     """Finds the value of a policy's knob that gives a density.
 
@@ -95,8 +94,6 @@ def calibrate(
       max_steps: Most values to try; the best is taken.
       batch: Prompts at a time; all by default.
       over: Layers whose mean density counts: `"sparse_layers"` or `"all_layers"`.
-      program: `prefill_density` compiled for `batch` prompts of `T` tokens and `unset(policy)`;
-        compiled here by default.
 
     Returns:
       The policy with its knob set, and what it gave.
@@ -118,14 +115,10 @@ def calibrate(
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
     prompts = params, tokens, jnp.asarray(lengths, jnp.int32)
     size = whole_batch(batch or tokens.shape[0], placement_of(params, model_config))
-    published = unset(policy)
 
     def measure(value: float, *, policy: PrefillPolicy) -> float:
-        same, run = unset(policy), program
-        if run is None or same != published:
-            run = functools.partial(prefill_density, policy=same, model_config=model_config)
         return _measure(
-            run,
+            functools.partial(prefill_density, policy=unset(policy), model_config=model_config),
             *prompts,
             value,
             policy.floor_value,
@@ -285,7 +278,6 @@ def fit_thresholds(
     *,
     policy: AdamasConfig,
     model_config: ModelConfig,
-    program: Callable[..., Array] | None = None,
 ) -> AdamasConfig:
     """Sets the thresholds to the quartiles of a model's own keys, to four decimals.
 
@@ -296,7 +288,6 @@ def fit_thresholds(
       lengths: Tokens of each prompt; all `T` by default.
       policy: The policy. Keys of its dense layers do not count.
       model_config: The model.
-      program: `quartiles_of_keys` compiled for these prompts; compiled here by default.
 
     Returns:
       The policy with new thresholds; as it is where no layer is sparse.
@@ -315,12 +306,16 @@ def fit_thresholds(
         return policy
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
-    if program is None:
-        program = functools.partial(quartiles_of_keys, layers=layers, model_config=model_config)
     # Prompts of no tokens, of which ranks have as many each, have no keys.
     more = whole_batch(len(tokens), placement_of(params, model_config)) - len(tokens)
     tokens, lengths = jnp.pad(tokens, ((0, more), (0, 0))), jnp.pad(lengths, (0, more))
-    quartiles = program(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    quartiles = quartiles_of_keys(
+        params,
+        jnp.asarray(tokens, jnp.int32),
+        jnp.asarray(lengths, jnp.int32),
+        layers=layers,
+        model_config=model_config,
+    )
     low, middle, high = (round(one, 4) for one in np.asarray(quartiles).tolist())
     return dataclasses.replace(policy, thresholds=(low, middle, high))
 

@@ -35,7 +35,7 @@ def import_pyplot() -> Any:
 
 
 def block_map(selection: BlockSelection, *, sequence: int = 0, first_block: int = 0) -> np.ndarray:
-    """How much of each key block each query block attended to, as a dense array on the host.
+    """Share of each key block that each query block attended to, as a dense array on the host.
 
     Args:
       selection: Lists `[B, M, I, P]`, or `[L, B, M, I, P]` as `generate(return_selection=True)`
@@ -186,7 +186,7 @@ def draw_map(axis: Any, shares: np.ndarray, first_row: int) -> None:
 
 
 def parts_of(selection: BlockSelection) -> str:
-    """What a block may be attended to in part: by some heads, or some of its pages."""
+    """Names the parts of a partly attended block: heads, or pages."""
     return "pages" if selection.queries_per_row > selection.block_size else "heads"
 
 

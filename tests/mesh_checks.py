@@ -33,11 +33,9 @@ from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
-from sketchwalk_jax.evaluation import EvaluationConfig, evaluate_model, long_decode, measure
-from sketchwalk_jax.evaluation.long_decode import LongDecode
+from sketchwalk_jax.evaluation import EvaluationConfig, evaluate_model, measure
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.planning import make_plan
-from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import Sample
@@ -553,19 +551,25 @@ def check_evaluation(
     plain = params(model=model)
     for where in (None, placement(**axes)):
         weights = plain if where is None else jax.device_put(plain, where.params)
-        programs = Programs(weights, model)
-        sizes: dict[str, int] = {"num_tokens": 256, "probe_batch": 1 if probes else 0}
-        sizes["batch"] = whole_batch(3, where)
-        measurement = Measurement(programs, weights, model, wanted, **sizes)
-        outcomes, probed, own = [], list[Any](), len(answers)
+        batch = whole_batch(3, where)
+        measurement = Measurement(weights, model, batch=batch)
+        outcomes, probed, before = [], list[Any](), len(answers)
         for task in ("multi_key", "text_loss"):
             some = [sample(task, seed, length=150 + 31 * seed) for seed in range(3)]
-            prompts = make_prompts(some, batch=sizes["batch"], num_tokens=256)
-            outcomes += measurement.run(prompts, wanted, None).items()
+            prompts = make_prompts(some, batch=batch, num_tokens=256)
+            for rule, own in wanted.items():
+                outcomes += (
+                    ((rule, phase), outcome)
+                    for phase, outcome in measurement.run(prompts, rule, own, None).items()
+                )
         if probes:
-            probed += measurement.probe(make_prompts(some[:1], batch=1, num_tokens=256)).items()
-        programs.close()
-        found.append((outcomes, [x[:3] for x in answers[own:]], probed))
+            one = make_prompts(some[:1], batch=1, num_tokens=256)
+            for rule, own in wanted.items():
+                probed += (
+                    ((rule, phase), one_probed)
+                    for phase, one_probed in measurement.probe(one, rule, own).items()
+                )
+        found.append((outcomes, [x[:3] for x in answers[before:]], probed))
     (one, said, probed), (many, also_said, also_probed) = found
     np.testing.assert_array_equal(said, also_said)
     for (key, outcome), (other, spread) in zip(one, many, strict=True):
@@ -583,17 +587,23 @@ def check_evaluation(
 
 def check_long_decode(rules: list[Rule], axes: dict[str, int]) -> None:
     """Losses, divergences and agreements of long decoding are those of one device."""
-    long_decode.NUM_DECODED = 40  # over the borders of blocks
     model, where = MESH_MODEL, placement(**axes)
     tokens = np.random.default_rng(3).integers(2, 64, 240).astype(np.int32)
+    # Over the borders of blocks.
     text = Sample("long_decode", tokens, 200, tokens[200:], 200, "")
     wanted = {DENSE: ("both",)} | {rule: ("decode", "both") for rule in rules}
     plain, found = params(model=model), []
     for weights in (plain, jax.device_put(plain, where.params)):
-        programs, sizes = Programs(weights, model), {"num_tokens": 256, "batch": 2}
-        long = LongDecode(programs, weights, model, wanted, **sizes, policies={})
-        found.append(long.run([text, text], wanted, after=lambda: None))
-        programs.close()
+        long = Measurement(weights, model, batch=2)
+        found.append(
+            {
+                (rule, phase): outcome
+                for rule, phases in wanted.items()
+                for phase, outcome in long.run_long(
+                    [text, text], rule, phases, num_tokens=256
+                ).items()
+            }
+        )
     for key, outcome in found[0].items():
         for name in ("losses", "divergences", "agreements"):
             pair = (getattr(x, name) for x in (outcome, found[1][key]))

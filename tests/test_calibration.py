@@ -58,19 +58,20 @@ def test_density_is_reached_on_the_prompts_given(weights, name):
     assert measured(weights, found.policy, *others) == pytest.approx(0.75, rel=0.2)
 
 
-def test_floors_are_lowered_until_the_knob_reaches_a_density():
+def test_floors_are_lowered_until_the_knob_reaches_a_density(monkeypatch):
     tokens, lengths = tiny.prompts(320, 300)
     policy = FlexPrefillConfig(block_size=16, min_budget=128, tau=0.0)
     seen = []
 
-    def program(params, tokens, lengths, value, floor):
+    def program(params, tokens, lengths, value, floor, **static):
         """Keeps the knob's share, and never less than a floor of so many of 200 tokens."""
         seen.append((float(value), int(floor)))
         causal = np.asarray(lengths, np.float64) ** 2
         pairs = np.tile(causal * max(float(value), int(floor) / 200), (4, 1))
         return Density(pairs, causal, 0 * pairs, 0 * causal)
 
-    options = {"policy": policy, "model_config": tiny.MODEL, "program": program, "batch": 2}
+    monkeypatch.setattr(calibration, "prefill_density", program)
+    options = {"policy": policy, "model_config": tiny.MODEL, "batch": 2}
     found = calibrate(None, tokens, lengths, density=0.3, **options)
     assert found.density == pytest.approx(0.3, rel=0.02)
     assert found.policy.min_budget == 32 and found.policy.gamma == pytest.approx(0.3, rel=0.02)

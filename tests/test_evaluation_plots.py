@@ -14,9 +14,8 @@ from quality_rows import LONGEST, POLICIES, RIVALS, TASKS, make_rows, right_answ
 
 from sketchwalk_jax.evaluation.report import (
     plot_accuracy,
-    plot_mass_recall,
+    plot_by_layer,
     plot_needle_depth,
-    plot_output_error,
 )
 from sketchwalk_jax.evaluation.tables import policy_labels, rows_with, task_title
 
@@ -60,7 +59,7 @@ def test_intervals_are_those_of_the_rows():
 
 
 def test_dense_is_a_line_and_loss_has_an_axis_of_its_own():
-    axes = panels(plot_accuracy(ROWS, phase="decode", layers="all_layers"))
+    axes = panels(plot_accuracy(ROWS, phase="decode"))
     dense = np.mean(right_answers(ROWS, "dense", "both", "mid_prompt"))
     (line,) = (one for one in axes["Question mid-prompt"].lines if one.get_linestyle() == "--")
     np.testing.assert_allclose(line.get_ydata(), dense)
@@ -69,7 +68,7 @@ def test_dense_is_a_line_and_loss_has_an_axis_of_its_own():
     (line,) = (one for one in loss.lines if one.get_linestyle() == "--")
     np.testing.assert_allclose(line.get_ydata(), row["text_loss"])
     assert loss.get_ylim()[0] > 1 and "nats" in loss.get_ylabel()
-    assert "all layers" in loss.get_xlabel()
+    assert "sparse layers" in loss.get_xlabel()
 
 
 def test_policies_keep_their_colours_and_new_ones_get_others():
@@ -100,12 +99,9 @@ def test_needles_stand_at_their_depth_and_length():
     assert [tick.get_text() for tick in axes["random"].get_xticklabels()] == ["4K", "8K", "16K"]
 
 
-@pytest.mark.parametrize(
-    ("plot", "field"),
-    [(plot_mass_recall, "mass_recall_by_layer"), (plot_output_error, "output_error_by_layer")],
-)
-def test_layers_have_the_mean_over_tasks_and_dense_ones_nothing(plot, field):
-    (axis,) = plot(ROWS, density=0.1).axes
+@pytest.mark.parametrize("field", ["mass_recall_by_layer", "output_error_by_layer"])
+def test_layers_have_the_mean_over_tasks_and_dense_ones_nothing(field):
+    (axis,) = plot_by_layer(ROWS, field=field, density=0.1).axes
     labels = [label for label in policy_labels(ROWS) if label != "dense"]
     for label, line in zip(labels, axis.lines, strict=True):
         chosen = rows_with(ROWS, label=label, phase="prefill", tokens=LONGEST, density=0.1)
@@ -120,9 +116,8 @@ def test_layers_have_the_mean_over_tasks_and_dense_ones_nothing(plot, field):
     [
         (plot_accuracy, {"phase": "all"}, "phase must be one of .*, got 'all'"),
         (plot_accuracy, {"tokens": 5}, r"tokens must be one of \[4096, 8192, 16384\], got 5"),
-        (plot_accuracy, {"layers": "some"}, "layers must be"),
         (plot_needle_depth, {"density": 0.3}, r"density must be one of \[0.1, 0.2\], got 0.3"),
-        (plot_mass_recall, {"phase": "both"}, "rows must hold mass_recall_by_layer"),
+        (plot_by_layer, {"phase": "both"}, "rows must hold mass_recall_by_layer"),
     ],
 )
 def test_wrong_choices_are_refused(plot, options, message):
@@ -130,13 +125,13 @@ def test_wrong_choices_are_refused(plot, options, message):
         plot(ROWS, **options)
 
 
-@pytest.mark.parametrize("plot", [plot_accuracy, plot_needle_depth, plot_mass_recall])
+@pytest.mark.parametrize("plot", [plot_accuracy, plot_needle_depth, plot_by_layer])
 def test_no_rows_are_refused(plot):
     with pytest.raises(ValueError, match="rows must hold at least one row"):
         plot([])
 
 
-@pytest.mark.parametrize("draw", [lambda: plot_accuracy(ROWS), lambda: plot_mass_recall(ROWS)])
+@pytest.mark.parametrize("draw", [lambda: plot_accuracy(ROWS), lambda: plot_by_layer(ROWS)])
 def test_missing_matplotlib_names_the_extra(monkeypatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"sketchwalk-jax\[plots\]"):

@@ -221,13 +221,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("preset", ["paper", "released"])
 def test_a_checkpoint_is_drawn_reading_one_prompt(checkpoint, preset, tmp_path):
     params, model_config = load(checkpoint, dtype="float32")
-    found = model_drawings(params, model_config, load_tokenizer(checkpoint), preset=preset, layer=3)
-    assert list(found) == ["block_map", "attention_powers"]
+    found = model_drawings(params, model_config, load_tokenizer(checkpoint), preset=preset)
     figure = found["block_map"].draw()
     assert f"preset {preset}, measured density 0." in figure.get_suptitle()
     for axis in figure.axes:
         (mark,) = axis.lines
         assert 0 < mark.get_xdata()[0] < 1024 // 64
     assert set(list(panels(figure))[0].split()[:2]) == {"layer", "2:"}
-    paths = save_drawings({"attention_powers": found["attention_powers"]}, tmp_path)
-    assert [path.name for path in paths] == ["attention_powers.png"]
+    paths = save_drawings(found, tmp_path)
+    assert [path.name for path in paths] == ["block_map.png"]

@@ -11,11 +11,9 @@ import pytest
 import tiny
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.evaluation import EvaluationConfig, long_decode, measure, read_text, runner
+from sketchwalk_jax.evaluation import EvaluationConfig, measure, read_text, runner
 from sketchwalk_jax.evaluation.calibrated_rules import fit_density, layers_density
-from sketchwalk_jax.evaluation.long_decode import LongDecode
 from sketchwalk_jax.evaluation.measure import Measurement
-from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.results import ResultsFile, check_rows
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
@@ -163,9 +161,9 @@ def test_a_call_stops_in_time_and_the_next_goes_on(model, answering, tmp_path, m
     monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
     run = Measurement.run
 
-    def slow(self, prompts, *arguments, **options):
+    def slow(self, prompts, *arguments):
         clock[0] += 10
-        return run(self, prompts, *arguments, **options)
+        return run(self, prompts, *arguments)
 
     monkeypatch.setattr(Measurement, "run", slow)
     out, calls = tmp_path / "real.json", 0
@@ -241,24 +239,20 @@ def test_all_of_a_prompt_is_counted_as_it_is_measured(model, answering, tmp_path
 
 
 @pytest.mark.slow
-def test_long_decoding_is_that_of_decode_steps(monkeypatch):
-    monkeypatch.setattr(long_decode, "NUM_DECODED", 140)  # three blocks, begun or ended
+def test_long_decoding_is_that_of_decode_steps():
     model_config = dataclasses.replace(tiny.MODEL, max_position_embeddings=640)
     params = tiny.params(model=model_config)
     tokens = np.random.default_rng(3).integers(2, 64, 628).astype(np.int32)
+    # Three blocks, begun or ended, are decoded.
     sample = Sample("long_decode", tokens, 488, tokens[488:], 488, "")
     full, rule = Rule("sketchwalk", "paper", 1.0), Rule("sketchwalk", "damped", 0.3)
     wanted = {DENSE: ("both",), full: ("decode", "both"), rule: ("decode", "both")}
-    long = LongDecode(
-        Programs(params, model_config),
-        params,
-        model_config,
-        wanted,
-        num_tokens=640,
-        batch=2,
-        policies={},
-    )
-    found = long.run([sample], wanted, after=lambda: None)
+    measurement = Measurement(params, model_config, batch=2)
+    found = {
+        (one, phase): outcome
+        for one, phases in wanted.items()
+        for phase, outcome in measurement.run_long([sample], one, phases, num_tokens=640).items()
+    }
     dense = found[DENSE, "both"]
     assert dense.losses.shape == (1,) and dense.divergences[0] == pytest.approx(0, abs=1e-6)
     assert dense.agreements == 1

@@ -13,7 +13,6 @@ from variants import slow_unless
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation import measure
 from sketchwalk_jax.evaluation.measure import Measurement
-from sketchwalk_jax.evaluation.programs import Programs
 from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import TASKS
@@ -33,11 +32,6 @@ CLOSE = tolerance("logits")
 @pytest.fixture(scope="module")
 def weights():
     return params()
-
-
-@pytest.fixture(scope="module")
-def programs(weights):
-    return Programs(weights, MODEL)
 
 
 @pytest.fixture
@@ -63,14 +57,16 @@ def answers(monkeypatch):
     return seen
 
 
-def _run(programs, weights, some, answers, *, batch=3, wanted=WANTED):
+def _run(weights, some, answers, *, batch=3, wanted=WANTED):
     """Outcomes by rule and phase, and what was scored, in the same order."""
     answers.clear()
-    measurement = Measurement(
-        programs, weights, MODEL, wanted, num_tokens=LENGTH, batch=batch, probe_batch=0
-    )
+    measurement = Measurement(weights, MODEL, batch=batch)
     prompts = make_prompts(some, batch=batch, num_tokens=LENGTH)
-    outcomes = measurement.run(prompts, wanted, None)
+    outcomes = {
+        (rule, phase): outcome
+        for rule, phases in wanted.items()
+        for phase, outcome in measurement.run(prompts, rule, phases, None).items()
+    }
     in_prefill = some[0].task in WITHIN
     scored = {}
     for kind in ("prefill", "decode"):
@@ -123,9 +119,9 @@ def _one_by_one(weights, some, prompts, rule, phase):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_answers_are_written_as_by_prefill_and_decode_step(programs, weights, answers, rule):
+def test_answers_are_written_as_by_prefill_and_decode_step(weights, answers, rule):
     some, wanted = samples("multi_key"), {DENSE: ("both",), rule: PHASES}
-    outcomes, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+    outcomes, scored, prompts = _run(weights, some, answers, wanted=wanted)
     assert list(outcomes) == [(rule, phase) for rule, phases in wanted.items() for phase in phases]
     for (one, phase), following in scored.items():
         expected, pairs = _one_by_one(weights, some, prompts, one, phase)
@@ -138,10 +134,10 @@ def test_answers_are_written_as_by_prefill_and_decode_step(programs, weights, an
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_generate_in_every_phase(programs, weights, answers):
+def test_answers_are_those_of_generate_in_every_phase(weights, answers):
     some = samples("multi_key")
     tokens, lengths = _padded(some)
-    _, scored, prompts = _run(programs, weights, some, answers)
+    _, scored, prompts = _run(weights, some, answers)
     for (rule, phase), following in scored.items():
         options = {"policy": rule.make(), "phase": phase, "max_new_tokens": 16}
         made = sw.generate(weights, tokens, lengths=lengths, model_config=MODEL, **options)
@@ -154,12 +150,12 @@ def test_answers_are_those_of_generate_in_every_phase(programs, weights, answers
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights, answers, rule):
+def test_answers_within_the_prompt_are_scored_as_forward_does(weights, answers, rule):
     wanted = {DENSE: ("both",), rule: PHASES}
     for task in WITHIN:
         some = samples(task)
         tokens, lengths = _padded(some)
-        _, scored, _ = _run(programs, weights, some, answers, wanted=wanted)
+        _, scored, _ = _run(weights, some, answers, wanted=wanted)
         for one in wanted:
             phase = "both" if one == DENSE else "prefill"
             logits = sw.forward(
@@ -179,13 +175,11 @@ def test_answers_within_the_prompt_are_scored_as_forward_does(programs, weights,
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["decode", "both"]))
 @pytest.mark.parametrize("rule", RULES)
-def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(
-    programs, weights, answers, rule, phase
-):
+def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(weights, answers, rule, phase):
     wanted = {DENSE: ("both",), rule: PHASES}
     for task in WITHIN:
         some = samples(task)
-        _, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+        _, scored, prompts = _run(weights, some, answers, wanted=wanted)
         expected, _ = _one_by_one(weights, some, prompts, rule, phase)
         for row in range(3):
             count = prompts.num_steps[row] + 1
@@ -194,10 +188,10 @@ def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(
 
 
 @pytest.mark.parametrize("task", slow_unless(KEPT.__contains__, TASKS))
-def test_full_density_equals_dense(programs, weights, answers, task):
+def test_full_density_equals_dense(weights, answers, task):
     wanted = {DENSE: ("both",), FULL: PHASES}
     some = samples(task)
-    outcomes, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+    outcomes, scored, prompts = _run(weights, some, answers, wanted=wanted)
     dense = scored[DENSE, "both"]
     for phase in PHASES:
         found = scored[FULL, phase]
@@ -216,11 +210,11 @@ def test_full_density_equals_dense(programs, weights, answers, task):
 
 
 @pytest.mark.parametrize("task", slow_unless("multi_key".__eq__, ["multi_key", *WITHIN]))
-def test_batch_equals_one_by_one(programs, weights, answers, task):
+def test_batch_equals_one_by_one(weights, answers, task):
     some, wanted = samples(task), {DENSE: ("both",), SPARSE: PHASES}
-    outcomes, scored, prompts = _run(programs, weights, some, answers, wanted=wanted)
+    outcomes, scored, prompts = _run(weights, some, answers, wanted=wanted)
     for row, one in enumerate(some):
-        alone, scored_alone, _ = _run(programs, weights, [one], answers, batch=1, wanted=wanted)
+        alone, scored_alone, _ = _run(weights, [one], answers, batch=1, wanted=wanted)
         size = 64 if task == "text_loss" else prompts.num_steps[row] + 1
         for key, outcome in alone.items():
             np.testing.assert_allclose(
@@ -232,9 +226,9 @@ def test_batch_equals_one_by_one(programs, weights, answers, task):
 
 
 @pytest.mark.parametrize("task", ["multi_key", *WITHIN])
-def test_attention_is_sparse_only_in_the_phase_named(programs, weights, answers, task):
+def test_attention_is_sparse_only_in_the_phase_named(weights, answers, task):
     wanted = {DENSE: ("both",), SPARSE: PHASES}
-    outcomes, *_ = _run(programs, weights, samples(task), answers, wanted=wanted)
+    outcomes, *_ = _run(weights, samples(task), answers, wanted=wanted)
     everything = np.ones(3, bool)
     for phase in PHASES:
         outcome = outcomes[SPARSE, phase]

@@ -20,7 +20,6 @@ from sketchwalk_jax.evaluation.probe import (
     tokens_read,
 )
 from sketchwalk_jax.evaluation.prompts import MAX_STEPS
-from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.models.transformer import embed, run_layers
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape
@@ -31,7 +30,7 @@ decode_bytes = jax.jit(decode_bytes, static_argnames=("policy", "shape"))
 DENSITY, SIZE, LENGTH = 0.3, 64, 384
 STREAMING = by_name("streaming", density=DENSITY)
 FULL = by_name("sketchwalk", preset="paper", density=1.0)
-POLICIES = Together.of([STREAMING, FULL, by_name("sketchwalk", preset="damped", density=DENSITY)])
+DAMPED = by_name("sketchwalk", preset="damped", density=DENSITY)
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +79,15 @@ def _expected(query, key, value, positions):
     return np.mean(shares), math.sqrt(np.sum(errors) / np.sum(norms))
 
 
-def _probe(weights, tokens, lengths):
-    static = {"model_config": MODEL, "together": POLICIES}
-    program = jax.jit(probe_prefill, static_argnames=("model_config", "together"))
-    return program(weights, tokens, lengths, **static)
+def _probe(weights, tokens, lengths, policy=STREAMING):
+    return probe_prefill(weights, tokens, lengths, model_config=MODEL, policy=policy)
 
 
 def test_prefill_equals_numpy(weights):
     tokens, lengths = prompts(LENGTH - 20)
     padded = np.pad(tokens, ((0, 0), (0, 20)), constant_values=63)
     sums, _ = _probe(weights, padded, lengths)
-    recall, error = sums.by_layer(0)
+    recall, error = sums.by_layer()
     layers = [layer for layer in zip(*_layers(weights, tokens), strict=True)][2:]
     assert len(recall) == len(layers) == 2
     for index, (query, key, value) in enumerate(layers):
@@ -103,26 +100,28 @@ def test_decode_equals_numpy(weights):
     tokens, _ = prompts(LENGTH)
     start, told = 300, 40  # across a block boundary
     padded = np.where(np.arange(LENGTH) < start, tokens, 63)
-    _, cache = _probe(weights, padded, np.array([start], np.int32))
+    lengths = np.array([start], np.int32)
     continuation = np.zeros((1, MAX_STEPS), np.int32)
     continuation[0, :told] = tokens[0, start : start + told]
-    program = jax.jit(probe_decode, static_argnames=("model_config", "together"))
-    sums = program(
-        weights,
-        cache,
-        continuation,
-        np.array([told], np.int32),
-        model_config=MODEL,
-        together=POLICIES,
+    sums, full = (
+        probe_decode(
+            weights,
+            _probe(weights, padded, lengths, policy)[1],
+            continuation,
+            np.array([told], np.int32),
+            model_config=MODEL,
+            policy=policy,
+        )
+        for policy in (STREAMING, FULL)
     )
-    recall, error = sums.by_layer(0)
+    recall, error = sums.by_layer()
     for index, (query, key, value) in enumerate(zip(*_layers(weights, tokens), strict=True)):
         if index >= 2:
             expected = _expected(query[0], key[0], value[0], range(start, start + told))
             found = (recall[index - 2], error[index - 2])
             np.testing.assert_allclose(found, expected, **tolerance("logits"))
-    np.testing.assert_allclose(sums.by_layer(1)[0], 1, rtol=1e-6)
-    np.testing.assert_array_less(sums.by_layer(1)[1], 1e-5)
+    np.testing.assert_allclose(full.by_layer()[0], 1, rtol=1e-6)
+    np.testing.assert_array_less(full.by_layer()[1], 1e-5)
     positions = range(start, start + told)
     kept = [
         sum(
@@ -131,49 +130,48 @@ def test_decode_equals_numpy(weights):
         for position in positions
     ]
     by_token = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4  # of two sparse layers
-    for policy, read in ((0, kept), (1, [position + 1 for position in positions])):
-        keys, values, metadata = sums.bytes_per_token(policy)
+    for one, read in ((sums, kept), (full, [position + 1 for position in positions])):
+        keys, values, metadata = one.bytes_per_token()
         assert keys == values == pytest.approx(np.mean(read) * by_token)
-        assert (metadata > 0) == (policy == 1)  # sketches; streaming looks at nothing
+        assert (metadata > 0) == (one is full)  # sketches; streaming looks at nothing
 
 
 def test_prompts_are_not_decoded(weights):
     tokens, lengths = prompts(LENGTH)
     sums, _ = _probe(weights, tokens, lengths)
-    assert not np.any(sums.key_bytes) and not np.any(sums.metadata_bytes)
+    assert not np.any(sums.read)
 
 
 def test_full_selection_holds_everything_and_partial_selection_does_not(weights):
     tokens, lengths = prompts(LENGTH, 200)
-    sums, _ = _probe(weights, tokens, lengths)
-    recall, error = sums.by_layer(1)
+    recall, error = _probe(weights, tokens, lengths, FULL)[0].by_layer()
     np.testing.assert_allclose(recall, 1, rtol=1e-6)
     np.testing.assert_array_less(error, 1e-5)
-    for index in (0, 2):
-        recall, error = sums.by_layer(index)
+    for policy in (STREAMING, DAMPED):
+        recall, error = _probe(weights, tokens, lengths, policy)[0].by_layer()
         assert max(recall) < 0.999 and min(error) > 1e-3
 
 
 def test_sequences_of_a_batch_add_up(weights):
     tokens, lengths = prompts(LENGTH, 200)
-    together, _ = _probe(weights, tokens, lengths)
+    together, _ = _probe(weights, tokens, lengths, DAMPED)
     for row in range(2):
-        alone, _ = _probe(weights, tokens[row : row + 1], lengths[row : row + 1])
+        alone, _ = _probe(weights, tokens[row : row + 1], lengths[row : row + 1], DAMPED)
         for field in dataclasses.fields(together):
             np.testing.assert_allclose(
-                getattr(together, field.name)[:, :, row],
-                getattr(alone, field.name)[:, :, 0],
+                getattr(together, field.name)[..., row],
+                getattr(alone, field.name)[..., 0],
                 rtol=2e-4,
             )
-    np.testing.assert_array_equal(together.queries[0, 0], lengths)
+    np.testing.assert_array_equal(together.queries[0], lengths)
 
 
 def test_policy_that_was_not_measured_has_no_layers(weights):
     tokens, lengths = prompts(LENGTH)
     sums, _ = _probe(weights, tokens, lengths)
     nothing = jax.tree.map(np.zeros_like, sums)
-    assert nothing.by_layer(0) == ([], [])
-    assert nothing.bytes_per_token(0) is None
+    assert nothing.by_layer() == ([], [])
+    assert nothing.bytes_per_token() is None
 
 
 # Four query heads in two groups; 8 channels of 2 bytes: 16 bytes for a key.
@@ -195,10 +193,8 @@ def test_a_group_reads_the_union_of_its_lists():
     # Heads 0 and 1 read pages 0 and 2: 21 tokens. Heads 2 and 3 read pages 0, 1, 2: 37.
     assert tokens_read(selection, positions, num_kv_heads=2).tolist() == [58]
     found = decode_bytes(by_name("quest"), selection, positions, shape=LAYER)
-    assert found.keys.tolist() == found.values.tolist() == [58 * 16]
-    # Two vectors for each of three pages and two heads: an eighth of 48 keys.
-    assert found.metadata.tolist() == [2 * 3 * 2 * 16]
-    assert found.total.tolist() == [2 * 58 * 16 + 192]
+    # Metadata: two vectors for each of three pages and two heads, an eighth of 48 keys.
+    assert found.tolist() == [[58 * 16], [58 * 16], [2 * 3 * 2 * 16]]
 
 
 def test_shared_lists_are_read_by_every_key_head():
@@ -212,9 +208,8 @@ def test_shared_lists_are_read_by_every_key_head():
 def test_dense_reads_all_keys_and_the_oracle_looks_at_them():
     positions = jnp.array([36, 0], jnp.int32)
     dense = decode_bytes(Dense(), None, positions, shape=LAYER)
-    assert dense.keys.tolist() == dense.values.tolist() == [37 * 2 * 16, 2 * 16]
-    assert dense.metadata.tolist() == [0.0, 0.0]
-    assert by_name("oracle").metadata_bytes(LAYER, positions).tolist() == dense.keys.tolist()
+    assert dense.tolist() == [[37 * 2 * 16, 2 * 16], [37 * 2 * 16, 2 * 16], [0.0, 0.0]]
+    assert by_name("oracle").metadata_bytes(LAYER, positions).tolist() == dense[0].tolist()
     assert by_name("streaming").metadata_bytes(LAYER, positions).tolist() == [0.0, 0.0]
     # Sums of queries and keys of one block: 4 channels, float32.
     sums = by_name("sketchwalk", preset="paper", sketch_dim=4).metadata_bytes(

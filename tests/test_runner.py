@@ -97,13 +97,13 @@ def finished(model, tmp_path_factory) -> Evaluation:
 
 @pytest.fixture
 def asked(monkeypatch) -> list:
-    """What is measured: task and (rule, phases) of every batch."""
+    """What is measured: task, rule and phases of every batch."""
     seen = []
     run = Measurement.run
 
-    def noting(self, prompts, wanted, tokenizer, **options):
-        seen.append((prompts.task, {str(rule): phases for rule, phases in wanted.items()}))
-        return run(self, prompts, wanted, tokenizer, **options)
+    def noting(self, prompts, rule, phases, tokenizer):
+        seen.append((prompts.task, str(rule), phases))
+        return run(self, prompts, rule, phases, tokenizer)
 
     monkeypatch.setattr(Measurement, "run", noting)
     return seen
@@ -180,9 +180,13 @@ def test_finished_rows_are_not_run_again(finished, model, asked, tmp_path, monke
     ]
     write_results(out, results["meta"], kept)
     evaluate(model, config=CONFIG, out=out)
-    needle, loss = {"dense": ("both",)}, {"streaming 0.6": ("decode",)}
-    loss["minference 0.6"] = ("prefill",)
-    assert asked == [("single_needle", needle)] * 2 + [("text_loss", loss)] * 2
+    needle = ("single_needle", "dense", ("both",))
+    losses = [
+        ("text_loss", "streaming 0.6", ("decode",)),
+        ("text_loss", "minference 0.6", ("prefill",)),
+    ]
+    batches = [one for group in (needle, *losses) for one in [group] * 2]
+    assert sorted(asked) == sorted(batches)
     assert sorted(rows_of(out), key=str) == sorted(finished.rows, key=str)
 
 
@@ -191,10 +195,10 @@ def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, t
     config = dataclasses.replace(CONFIG, policies=("streaming",), probe_prompts=0)
     run, out = Measurement.run, tmp_path / "quality.json"
 
-    def interrupted(self, prompts, *arguments, **options):
+    def interrupted(self, prompts, *arguments):
         if prompts.task == "text_loss":
             raise KeyboardInterrupt
-        return run(self, prompts, *arguments, **options)
+        return run(self, prompts, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Measurement, "run", interrupted)
@@ -207,7 +211,7 @@ def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, t
     assert [path.name for path in tmp_path.iterdir()] == ["quality.json"]
     asked.clear()
     evaluate(model, config=config, out=out)
-    assert {task for task, _ in asked} == {"text_loss"}
+    assert {task for task, *_ in asked} == {"text_loss"}
     nothing = dict.fromkeys((*PROBED, *BYTES))
     expected = [row | nothing for row in finished.rows if row["policy"] != "minference"]
     assert sorted(rows_of(out), key=str) == sorted(expected, key=str)

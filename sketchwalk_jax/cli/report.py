@@ -27,8 +27,7 @@ def report(
         Path | None,
         option(
             "--model PATH",
-            "The checkpoint that was measured: adds the blocks that it attends to in one prompt, "
-            "and powers of its attention.",
+            "The checkpoint that was measured: adds the blocks that it attends to in one prompt.",
             default=False,
         ),
     ] = None,

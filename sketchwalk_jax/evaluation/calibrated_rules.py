@@ -9,23 +9,13 @@ thresholds of the model's own keys.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Self
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from sketchwalk_jax.cache import sparse_layers
-from sketchwalk_jax.calibration import (
-    calibrate,
-    fit_thresholds,
-    prefill_density,
-    quartiles_of_keys,
-    unset,
-)
-from sketchwalk_jax.evaluation.programs import Programs
+from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples, text_for
 from sketchwalk_jax.models.config import ModelConfig
@@ -34,7 +24,7 @@ from sketchwalk_jax.policies import Policy, takes_density
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.sharding import whole_batch
+from sketchwalk_jax.sharding import placement_of, whole_batch
 from sketchwalk_jax.text import HELD_OUT, Text
 from sketchwalk_jax.validation import check_number
 
@@ -85,7 +75,7 @@ def is_set_by_model(rule: Rule) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FittedDensity:
-    """What `fit_density` found.
+    """The result of `fit_density`.
 
     Attributes:
       policy: The policy with its density set.
@@ -218,159 +208,115 @@ class OutOfReach:
     least: float
 
 
-class RuleCalibration:
-    """Sets the rules of one length that need it; their programs are compiled from the beginning."""
+def set_rules(
+    rules: Iterable[Rule],
+    params: PyTree,
+    model_config: ModelConfig,
+    text: Text,
+    tokenizer: Any,
+    *,
+    tasks: Sequence[str],
+    num_tokens: int,
+    batch: int,
+    seed: int,
+    wording: str = "plain",
+    before: Callable[[str], object] = str,
+) -> dict[Rule, SetRule | OutOfReach]:
+    """Sets rules to their density, and the thresholds of Adamas, at one length.
 
-    def __init__(
-        self,
-        programs: Programs,
-        rules: Iterable[Rule],
-        model_config: ModelConfig,
-        *,
-        num_tasks: int,
-        num_tokens: int,
-        batch: int,
-    ) -> None:
-        """Starts to compile.
+    Args:
+      rules: Rules, of which those that need no setting are passed over.
+      params: Parameter tree.
+      model_config: The model.
+      text: As in `held_out_prompts`.
+      tokenizer: As there.
+      tasks: Names of the tasks, each of which gives one prompt.
+      num_tokens: Length of the prompts.
+      batch: Most prompts at a time.
+      seed: Seed of the evaluation.
+      wording: As in `held_out_prompts`.
+      before: Is told what is done next.
 
-        Args:
-          programs: Where programs are compiled.
-          rules: Rules, of which those with neither a knob nor thresholds are passed over.
-          model_config: The model.
-          num_tasks: Tasks of the evaluation, each of which gives one prompt.
-          num_tokens: Length of the prompts.
-          batch: Most prompts at a time.
-        """
-        self._rules = sorted(
-            filter(is_set_by_model, rules), key=lambda rule: (str(rule), str(rule.phases))
-        )
-        self._programs, self._model_config = programs, model_config
-        self._num_tokens = num_tokens
-        self._batch = whole_batch(min(batch, num_tasks), programs.placement)
-        self._measured = [
-            rule for rule in self._rules if isinstance(rule.make(), PrefillPolicy | AdamasConfig)
-        ]
-        for rule in self._measured:
-            self._program(rule.make())
-
-    def _program(self, policy: Policy) -> Future[Any]:
-        def integers(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-        prompts = integers(self._batch, self._num_tokens), integers(self._batch)
-        static: dict[str, Any] = {"model_config": self._model_config}
-        if isinstance(policy, AdamasConfig):
-            static["layers"] = sparse_layers(self._model_config, policy)
-            return self._programs.start(quartiles_of_keys, *prompts, **static)
-        assert isinstance(policy, PrefillPolicy)
-        value, floor = jax.ShapeDtypeStruct((), jnp.float32), integers()
-        static["policy"] = unset(policy)
-        return self._programs.start(prefill_density, *prompts, value, floor, **static)
-
-    def run(
-        self,
-        params: PyTree,
-        text: Text,
-        tokenizer: Any,
-        *,
-        tasks: Sequence[str],
-        seed: int,
-        wording: str = "plain",
-        before: Callable[[str], object] = str,
-    ) -> dict[Rule, SetRule | OutOfReach]:
-        """Calibrates.
-
-        Args:
-          params: Parameter tree.
-          text: As in `held_out_prompts`.
-          tokenizer: As in `held_out_prompts`.
-          tasks: Names of the tasks.
-          seed: Seed of the evaluation.
-          wording: As in `held_out_prompts`.
-          before: Is told what is done next.
-
-        Returns:
-          What was found for each rule that needs it.
-        """
-        found = {rule: self._fit(rule) for rule in self._rules if rule not in self._measured}
-        if self._measured:
-            prompts = held_out_prompts(
-                text,
-                tokenizer,
-                tasks=tasks,
-                num_tokens=self._num_tokens,
-                seed=seed,
-                wording=wording,
-            )
-        for rule in self._measured:
-            before(f"calibrating {rule}, {self._num_tokens} tokens")
-            set_rule = self._set_thresholds if rule.policy == "adamas" else self._set_knob
-            found[rule] = set_rule(rule, params, *prompts)
+    Returns:
+      What was found for each rule that needs it.
+    """
+    rules = sorted(filter(is_set_by_model, rules), key=lambda rule: (str(rule), str(rule.phases)))
+    read = [rule for rule in rules if isinstance(rule.make(), PrefillPolicy | AdamasConfig)]
+    fit = functools.partial(_fit, model_config=model_config, num_tokens=num_tokens)
+    found = {rule: fit(rule) for rule in rules if rule not in read}
+    if not read:
         return found
+    options: dict[str, Any] = {"tasks": tasks, "num_tokens": num_tokens}
+    prompts = held_out_prompts(text, tokenizer, **options, seed=seed, wording=wording)
+    size = whole_batch(min(batch, len(tasks)), placement_of(params, model_config))
+    for rule in read:
+        before(f"calibrating {rule}, {num_tokens} tokens")
+        if rule.policy == "adamas":
+            # Its density is set first, where that is to be set.
+            one = fit(rule) if rule.is_fitted else SetRule(rule.make(), {})
+            if isinstance(one, SetRule):
+                tokens, lengths = (x[:size] for x in prompts)
+                one = _set_thresholds(one, params, tokens, lengths, model_config)
+            found[rule] = one
+        else:
+            found[rule] = _set_knob(rule, params, *prompts, model_config, batch=size)
+    return found
 
-    def _fit(self, rule: Rule) -> SetRule | OutOfReach:
-        """Sets the field `density` of a rule by its budget."""
-        assert rule.density is not None and rule.phases is not None
-        found = fit_density(
-            rule.make(),
-            self._model_config,
-            density=rule.density,
-            num_tokens=self._num_tokens,
-            phase="decode" if rule.phases == ("decode",) else "prefill",
-        )
-        policy: Any = found.policy
-        is_reached = found.density <= rule.density * (1 + _TOO_MUCH)
-        settings = {"density": policy.density}
-        return SetRule(policy, settings) if is_reached else OutOfReach(found.least)
 
-    def _set_thresholds(
-        self,
-        rule: Rule,
-        params: PyTree,
-        tokens: Int[np.ndarray, "P T"],
-        lengths: Int[np.ndarray, "P"],
-    ) -> SetRule | OutOfReach:
-        """Sets the thresholds of Adamas, and its density first where that is to be set."""
-        found = self._fit(rule) if rule.is_fitted else SetRule(rule.make(), {})
-        if isinstance(found, OutOfReach):
-            return found
-        assert isinstance(found.policy, AdamasConfig)
-        policy = fit_thresholds(
-            params,
-            tokens[: self._batch],
-            lengths[: self._batch],
-            policy=found.policy,
-            model_config=self._model_config,
-            program=self._program(rule.make()).result(),
-        )
-        return SetRule(policy, found.settings | {"thresholds": list(policy.thresholds)})
+def _fit(rule: Rule, *, model_config: ModelConfig, num_tokens: int) -> SetRule | OutOfReach:
+    """Sets the field `density` of a rule by its budget."""
+    assert rule.density is not None and rule.phases is not None
+    found = fit_density(
+        rule.make(),
+        model_config,
+        density=rule.density,
+        num_tokens=num_tokens,
+        phase="decode" if rule.phases == ("decode",) else "prefill",
+    )
+    policy: Any = found.policy
+    is_reached = found.density <= rule.density * (1 + _TOO_MUCH)
+    return SetRule(policy, {"density": policy.density}) if is_reached else OutOfReach(found.least)
 
-    def _set_knob(
-        self,
-        rule: Rule,
-        params: PyTree,
-        tokens: Int[np.ndarray, "P T"],
-        lengths: Int[np.ndarray, "P"],
-    ) -> SetRule | OutOfReach:
-        """Sets the knob of a rule to its density."""
-        policy = rule.make()
-        assert isinstance(policy, PrefillPolicy) and rule.density is not None
-        is_whole = rule.over == "all_layers"
-        num_sparse = len(sparse_layers(self._model_config, policy))
-        dense_share = 1 - num_sparse / self._model_config.num_layers
-        if is_whole and dense_share >= rule.density:
-            return OutOfReach(dense_share)  # no knob can mend that: nothing is tried
-        found = calibrate(
-            params,
-            tokens,
-            lengths,
-            policy=policy,
-            model_config=self._model_config,
-            density=rule.density,
-            batch=self._batch,
-            over=rule.over,
-            program=self._program(policy).result(),
-        )
-        if is_whole and found.density > rule.density * (1 + _TOO_MUCH):
-            return OutOfReach(found.least)
-        return SetRule(found.policy, found.settings)
+
+def _set_thresholds(
+    rule: SetRule,
+    params: PyTree,
+    tokens: Int[np.ndarray, "P T"],
+    lengths: Int[np.ndarray, "P"],
+    model_config: ModelConfig,
+) -> SetRule:
+    """Sets the thresholds of Adamas."""
+    assert isinstance(rule.policy, AdamasConfig)
+    policy = fit_thresholds(params, tokens, lengths, policy=rule.policy, model_config=model_config)
+    return SetRule(policy, rule.settings | {"thresholds": list(policy.thresholds)})
+
+
+def _set_knob(
+    rule: Rule,
+    params: PyTree,
+    tokens: Int[np.ndarray, "P T"],
+    lengths: Int[np.ndarray, "P"],
+    model_config: ModelConfig,
+    *,
+    batch: int,
+) -> SetRule | OutOfReach:
+    """Sets the knob of a rule to its density."""
+    policy = rule.make()
+    assert isinstance(policy, PrefillPolicy) and rule.density is not None
+    is_whole = rule.over == "all_layers"
+    dense_share = 1 - len(sparse_layers(model_config, policy)) / model_config.num_layers
+    if is_whole and dense_share >= rule.density:
+        return OutOfReach(dense_share)  # no knob can mend that: nothing is tried
+    found = calibrate(
+        params,
+        tokens,
+        lengths,
+        policy=policy,
+        model_config=model_config,
+        density=rule.density,
+        batch=batch,
+        over=rule.over,
+    )
+    if is_whole and found.density > rule.density * (1 + _TOO_MUCH):
+        return OutOfReach(found.least)
+    return SetRule(found.policy, found.settings)

@@ -9,7 +9,6 @@ From Python: `lm_eval.simple_evaluate(model=SketchWalkLM("DIR", policy="quest"),
 """
 
 import dataclasses
-import functools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 from tqdm import tqdm
 
 from sketchwalk_jax.cache import Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.calibrated_rules import held_out_prompts
+from sketchwalk_jax.evaluation.measure import prefill_program
 from sketchwalk_jax.generation import make_generate
-from sketchwalk_jax.inference import read_into_new_cache
-from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.padding import bucket_length, pad_right, pad_to_bucket
 from sketchwalk_jax.policies import by_name, changed_fields, has_knob, with_plan
@@ -194,7 +192,7 @@ class SketchWalkLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: the beginning-of-sequence token, if any."""
+        """Starts a text without context: the beginning-of-sequence token, or the end token."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -247,7 +245,7 @@ class SketchWalkLM(TemplateLM):
         return found
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results beside `model_args`."""
+        """Facts that the harness writes into its results, besides `model_args`."""
         return {
             "policy": type(self.policy).__name__,
             "policy_fields": changed_fields(self.policy),
@@ -389,7 +387,7 @@ class SketchWalkLM(TemplateLM):
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """How a prompt is continued.
+    """Options for continuing a prompt.
 
     Attributes:
       max_new_tokens: Most tokens to generate.
@@ -465,55 +463,17 @@ def score_continuations(
     """
     targets, counts = pad_right(continuations)
     room = bucket_length(targets.shape[1], multiple=16)
-    room = room if room <= _TARGETS else -(-room // _TARGETS) * _TARGETS
     targets = np.pad(targets, ((0, 0), (0, room - targets.shape[1])))
     columns = (lengths - counts)[:, None] + np.arange(room, dtype=np.int32)[None, :]
-    logprobs, is_best, density = _score(
-        params,
-        jnp.asarray(tokens, jnp.int32),
-        jnp.asarray(lengths, jnp.int32),
-        jnp.asarray(columns),
-        jnp.asarray(targets),
-        settings=settings,
-    )
-    sums, best = np.asarray(logprobs, np.float64), np.asarray(is_best)
+    arrays = (jnp.asarray(one, jnp.int32) for one in (tokens, lengths, columns, targets))
+    made = prefill_program(params, *arrays, settings=settings, columns_at_a_time=_TARGETS)
+    logprobs = -np.asarray(made.losses, np.float64)
+    is_best = np.asarray(made.likeliest) == targets
     rows = list(enumerate(counts.tolist()))
     return (
-        [float(sums[row, :count].sum()) for row, count in rows],
-        [bool(best[row, :count].all()) for row, count in rows],
-        density,
-    )
-
-
-@functools.partial(jax.jit, static_argnames="settings")
-def _score(
-    params: PyTree,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    columns: Int[Array, "B C"],
-    targets: Int[Array, "B C"],
-    *,
-    settings: Settings,
-) -> tuple[Float[Array, "B C"], Bool[Array, "B C"], Density]:
-    """Log-probabilities of `targets` after the tokens at `columns`, and whether they are best."""
-    hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
-    batch, count = columns.shape
-    size = min(count, _TARGETS)
-
-    def score(begin: Int[Array, ""]) -> tuple[Float[Array, "B C"], Bool[Array, "B C"]]:
-        some = jax.lax.dynamic_slice_in_dim(hidden, begin, size, axis=1)
-        wanted = jax.lax.dynamic_slice_in_dim(targets, begin, size, axis=1)
-        logits = unembed(params, some, model_config=settings.model_config)
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        chosen = jnp.take_along_axis(logprobs, wanted[:, :, None], axis=-1)[:, :, 0]
-        return chosen, jnp.argmax(logits, axis=-1).astype(jnp.int32) == wanted
-
-    begins = jnp.arange(0, count, size, dtype=jnp.int32)
-    logprobs, is_best = jax.lax.map(score, begins)
-    return (
-        jnp.moveaxis(logprobs, 0, 1).reshape(batch, count),
-        jnp.moveaxis(is_best, 0, 1).reshape(batch, count),
-        cache.density,
+        [float(logprobs[row, :count].sum()) for row, count in rows],
+        [bool(is_best[row, :count].all()) for row, count in rows],
+        made.cache.density,
     )
 
 

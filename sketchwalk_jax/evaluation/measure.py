@@ -1,19 +1,23 @@
-"""Every rule and phase on one batch of prompts, with as few prefills as they need."""
+"""A rule in its phases on one batch of prompts, with as few prefills as they need.
+
+Each shape and policy has a program that prefills a cache, and one that decodes from it and leaves
+it as it was, so that one prefill serves several phases.
+"""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache
+from sketchwalk_jax.cache import Cache, Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.probe import ProbeSums, decode_bytes, probe_decode, probe_prefill
-from sketchwalk_jax.evaluation.programs import Prefilled, Programs, Readers
+from sketchwalk_jax.evaluation.long_decode import compare_program, long_outcome, read_program
+from sketchwalk_jax.evaluation.probe import decode_bytes, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.prompts import (
     MAX_STEPS,
     Prompts,
@@ -24,147 +28,270 @@ from sketchwalk_jax.evaluation.prompts import (
 )
 from sketchwalk_jax.evaluation.rows import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.evaluation.tasks import LOSS_TASKS
-from sketchwalk_jax.evaluation.together import Together
+from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample
+from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.transformer import unembed
+from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import LayerShape, Policy
 from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.sharding import (
+    constrain,
+    constrain_logits,
+    devices_of,
+    lies_on_one_device,
+    placement_of,
+)
 
 PyTree = Any
-Wanted = Mapping[Rule, Sequence[str]]
-"""Phases to run, by rule."""
-
-# Of one program, which grows with every one; the programs are compiled side by side.
-_MAX_PROBED = 8
 
 
-def start_programs(
-    programs: Programs, wanted: Wanted, policies: Mapping[Rule, Policy], **shape: int
-) -> None:
-    """Starts to compile what rules need for themselves; arguments as in `Measurement`."""
-    for rule, phases in wanted.items():
-        settings = programs.settings(policies[rule])
-        if rule == DENSE or "prefill" in phases:
-            programs.decode(programs.settings(_plain(policies[rule])), **shape)
-        if rule != DENSE and {"prefill", "both"} & set(phases):
-            programs.prefill(settings, **shape)
-        if rule != DENSE and {"decode", "both"} & set(phases):
-            programs.decode(settings, **shape)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefilled:
+    """Result of a prefill program.
+
+    Attributes:
+      likeliest: The likeliest next token after each column asked for, int32 `[B, C]`.
+      losses: `-log p` of the right one, float32 `[B, C]`.
+      first: The likeliest next token after the last of these columns, int32 `[B]`.
+      cache: Holds the prompts.
+    """
+
+    likeliest: Int[Array, "B C"]
+    losses: Float[Array, "B C"]
+    first: Int[Array, "B"]
+    cache: Cache
 
 
-def _plain(policy: Policy) -> Dense:
-    """Dense attention to a cache of a policy, whose blocks lie on a mesh by their size."""
-    return Dense(block_size=policy.block_size)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Result of a decode program.
+
+    Attributes:
+      likeliest: The likeliest next token after each token that was fed, int32 `[B, U]`.
+      losses: `-log p` of the right one, float32 `[B, U]`.
+      density: Pairs attended to, of the prefill before as well.
+    """
+
+    likeliest: Int[Array, "B U"]
+    losses: Float[Array, "B U"]
+    density: Density
+
+
+def _next_tokens(
+    params: PyTree,
+    hidden: Float[Array, "B C D"],
+    targets: Int[Array, "B C"],
+    *,
+    settings: Settings,
+    columns_at_a_time: int | None,
+) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
+    """The likeliest next tokens, and the loss of the right ones, nats."""
+
+    def one_column(column: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, target = column
+        logits = unembed(params, hidden, model_config=settings.model_config)
+        logits = constrain_logits(logits, settings.placement)
+        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        loss = jax.nn.logsumexp(logits, axis=-1) - right
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), loss
+
+    # The logits of all columns would be large for a large vocabulary.
+    columns = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
+    found = jax.lax.map(one_column, columns, batch_size=columns_at_a_time)
+    found = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), found)
+    return constrain(found, settings.placement)
+
+
+@partial(jax.jit, static_argnames=("settings", "columns_at_a_time"))
+def prefill_program(
+    params: PyTree,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    columns: Int[Array, "B C"],
+    targets: Int[Array, "B C"],
+    *,
+    settings: Settings,
+    columns_at_a_time: int | None = None,
+) -> Prefilled:
+    """Reads prompts into a new cache, and scores the tokens after some columns.
+
+    Args:
+      params: Parameter tree.
+      tokens: Prompts, right-padded.
+      lengths: Tokens of each.
+      columns: Columns whose next tokens are wanted.
+      targets: The right ones.
+      settings: Model and policy.
+      columns_at_a_time: Columns whose logits exist at a time; one by default.
+
+    Returns:
+      Likeliest tokens and losses, and the cache.
+    """
+    hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
+    likeliest, losses = _next_tokens(
+        params, hidden, targets, settings=settings, columns_at_a_time=columns_at_a_time
+    )
+    first = constrain(likeliest[:, -1], settings.placement)
+    return Prefilled(likeliest, losses, first, cache)
+
+
+@partial(jax.jit, static_argnames="settings")
+def decode_program(
+    params: PyTree,
+    cache: Cache,
+    first: Int[Array, "B"],
+    continuation: Int[Array, "B U"],
+    num_forced: Int[Array, "B"],
+    num_steps: Int[Array, "B"],
+    *,
+    settings: Settings,
+) -> Decoded:
+    """Feeds `num_steps` tokens: `num_forced` of the continuation, then the likeliest ones.
+
+    `first` is the likeliest token after the prompt, for sequences that are forced nothing.
+    """
+    is_fed = jnp.arange(MAX_STEPS, dtype=jnp.int32)
+
+    def one_token(step: Array, carry: tuple[Array, Cache, Array, Array]) -> Any:
+        last, cache, likeliest, losses = carry
+        active = step < num_steps
+        token = jnp.where(step < num_forced, continuation[:, step], last)
+        logits, cache, _ = decode_token(params, token, cache, active=active, settings=settings)
+        last = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        target = continuation[:, jnp.minimum(step + 1, MAX_STEPS - 1)]
+        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        loss = jax.nn.logsumexp(logits, axis=-1) - right
+        is_here = (is_fed == step)[None, :] & active[:, None]
+        likeliest = jnp.where(is_here, last[:, None], likeliest)
+        return last, cache, likeliest, jnp.where(is_here, loss[:, None], losses)
+
+    batch = first.shape[0]
+    carry = (
+        first,
+        cache,
+        jnp.zeros((batch, MAX_STEPS), jnp.int32),
+        jnp.zeros((batch, MAX_STEPS), jnp.float32),
+    )
+    carry = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
+    likeliest, losses = constrain(carry[2:], settings.placement)
+    return Decoded(likeliest, losses, carry[1].density)
+
+
+def check_devices(params: PyTree, model_config: ModelConfig) -> None:
+    """Raises a `NotImplementedError` for parameters that lie where an evaluation cannot run."""
+    devices = devices_of(params)
+    if len(devices) > 1 and placement_of(params, model_config) is None:
+        raise NotImplementedError(
+            f"params must lie on one device, or where sharding.place says, to be evaluated, "
+            f"got {len(devices)} devices; load them with sharding=place(mesh, model_config)"
+        )
+    if any(device.process_index != jax.process_index() for device in devices):
+        raise NotImplementedError(
+            "params must lie on devices of one host to be evaluated, got those of several: the "
+            "file of the results is one process's"
+        )
 
 
 class Measurement:
-    """Programs for prompts of one length, and what they find.
+    """Measures rules on batches of prompts.
 
     Where the question ends the prompt, everything is prefilled and the answer decoded; sparse
     prefill is shared by the phases `prefill` (the answer decoded densely) and `both`. Where the
     answer is among the tokens, `prefill` reads all of them and scores the answer's columns;
     `decode` and `both` read what comes before the question and are fed the rest one by one. Dense
     attention is measured as `prefill` is.
+
+    Attributes:
+      batch: Prompts at a time.
     """
 
     def __init__(
         self,
-        programs: Programs,
         params: PyTree,
         model_config: ModelConfig,
-        wanted: Wanted,
         *,
-        num_tokens: int,
         batch: int,
-        probe_batch: int,
         policies: Mapping[Rule, Policy] | None = None,
     ) -> None:
-        """Starts to compile.
+        """Compiles nothing yet.
 
         Args:
-          programs: Where programs are compiled.
-          params: Parameter tree.
+          params: Parameter tree, on one device or a mesh.
           model_config: The model.
-          wanted: Every rule and phase that some prompts will need.
-          num_tokens: Tokens of the prompts with their answers.
           batch: Prompts at a time.
-          probe_batch: Prompts to probe at a time; 0 leaves probing out.
           policies: Calibrated policies, of the rules that need it.
         """
-        self._programs, self._params, self._model_config = programs, params, model_config
-        self.batch, self.probe_batch = batch, probe_batch
-        self._shape = {"batch": batch, "num_tokens": num_tokens}
-        self.readers = Readers(wanted, policies or {}, model_config, programs.placement)
-        self._policies = self.readers.policies
-        by_layers: dict[tuple[int, ...], list[Rule]] = {}
-        for rule in wanted if probe_batch else ():
-            if rule != DENSE:
-                by_layers.setdefault(self.readers.dense_layers(rule), []).append(rule)
-        self._probes = [
-            some for rules in by_layers.values() for some in itertools.batched(rules, _MAX_PROBED)
-        ]
-        self._probe_shape = {"batch": probe_batch, "num_tokens": num_tokens}
-        self._start(wanted)
+        self.batch = batch
+        self._params, self._model_config = params, model_config
+        self._policies = dict(policies or {})
+        self._where = {
+            "placement": placement_of(params, model_config),
+            "on_one_device": lies_on_one_device(params),
+        }
 
-    def _start(self, wanted: Wanted) -> None:
-        """Compiles in the order in which programs are needed."""
-        for policy in self.readers.all:
-            self._prefill_program(policy)
-        start_programs(self._programs, wanted, self._policies, **self._shape)
-        for rules in self._probes:
-            self._probe_programs(rules)
+    def policy_of(self, rule: Rule) -> Policy:
+        """The policy of a rule, calibrated if it needs it."""
+        return self._policies.get(rule) or rule.make()
 
-    def _prefill_program(self, policy: Policy) -> Future[Any]:
-        return self._programs.prefill(self._programs.settings(policy), **self._shape)
+    def dense_layers(self, rule: Rule) -> tuple[int, ...]:
+        """Layers in which a rule does not select; none for dense attention itself."""
+        if rule == DENSE:
+            return ()
+        sparse = sparse_layers(self._model_config, self.policy_of(rule))
+        return tuple(i for i in range(self._model_config.num_layers) if i not in sparse)
 
-    def _decode_program(self, policy: Policy) -> Future[Any]:
-        return self._programs.decode(self._programs.settings(policy), **self._shape)
+    def _settings(self, policy: Policy, phase: str = "both") -> Settings:
+        options: dict[str, Any] = self._where | {"policy": policy, "phase": phase}
+        return Settings(model_config=self._model_config, **options)
+
+    def _reading(self, rule: Rule, phase: str) -> Settings:
+        """Settings that read prompts for a rule: densely in phase `decode`, with its statistics."""
+        return self._settings(self.policy_of(rule), "decode" if phase == "decode" else "both")
+
+    def _decoding(self, rule: Rule, phase: str) -> Settings:
+        """Settings that decode tokens for a rule: densely in phase `prefill`."""
+        policy = self.policy_of(rule)
+        # On a mesh the block size decides where blocks lie, so dense attention keeps the cache's.
+        return self._settings(Dense(block_size=policy.block_size) if phase == "prefill" else policy)
 
     def run(
-        self, prompts: Prompts, wanted: Wanted, tokenizer: Any, *, after: Any = None
-    ) -> dict[tuple[Rule, str], Outcome]:
-        """Measures rules in their phases on one batch.
+        self, prompts: Prompts, rule: Rule, phases: Sequence[str], tokenizer: Any
+    ) -> dict[str, Outcome]:
+        """Measures a rule in some phases on one batch.
 
         Args:
           prompts: The batch, of one task.
-          wanted: Phases of each rule.
+          rule: The rule.
+          phases: Its phases.
           tokenizer: A tokenizer of transformers.
-          after: Called whenever a rule is done.
 
         Returns:
-          The outcome of every rule and phase.
+          The outcome of every phase.
         """
-        found: dict[tuple[Rule, str], Outcome] = {}
-        dense: dict[tuple[Policy, bool], Prefilled] = {}
-        for rule, phases in wanted.items():
-            sparse: dict[tuple[Policy, bool], Prefilled] = {}
-            for phase in phases:
-                is_sparse = rule != DENSE and phase != "decode"
-                policy = self._policies[rule] if is_sparse else self.readers.of(rule)
-                # Where the answer is not among the tokens, both are the same prompt.
-                reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
-                made = sparse if is_sparse else dense
-                if any(other != policy for other, _ in made):
-                    made.clear()  # memory is for the caches of one
-                if (policy, reads_all) not in made:
-                    made[policy, reads_all] = self._prefill(prompts, policy, reads_all=reads_all)
-                if reads_all and prompts.has_answer:
-                    outcome = self._score_prefill(prompts, made[policy, reads_all])
-                else:
-                    outcome = self._decode(
-                        prompts, made[policy, reads_all], policy, rule, phase, tokenizer
-                    )
-                found[rule, phase] = outcome
-            if after is not None:
-                after()
+        found: dict[str, Outcome] = {}
+        made: dict[tuple[Settings, bool], Prefilled] = {}
+        for phase in phases:
+            # Where the answer is not among the tokens, both are the same prompt.
+            reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
+            key = self._reading(rule, phase), reads_all
+            if key not in made:
+                made.clear()  # memory is for one cache
+                made[key] = self._prefill(prompts, *key)
+            if reads_all and prompts.has_answer:
+                found[phase] = self._score_prefill(prompts, made[key])
+            else:
+                settings = self._decoding(rule, phase)
+                found[phase] = self._decode(prompts, made[key], settings, tokenizer)
         return found
 
-    def _prefill(self, prompts: Prompts, policy: Policy, *, reads_all: bool) -> Prefilled:
+    def _prefill(self, prompts: Prompts, settings: Settings, reads_all: bool) -> Prefilled:
         lengths = prompts.lengths if reads_all else prompts.prompt_lengths
-        program = self._prefill_program(policy).result()
-        return program(
-            self._params, prompts.tokens, lengths, prompts.columns(lengths), prompts.targets()
-        )
+        columns = prompts.columns(lengths)
+        given = self._params, prompts.tokens, lengths, columns, prompts.targets()
+        return prefill_program(*given, settings=settings)
 
     def _score_prefill(self, prompts: Prompts, made: Prefilled) -> Outcome:
         likeliest, losses, density = jax.device_get(
@@ -175,24 +302,16 @@ class Measurement:
         return _outcome(prompts, density, is_right=right_in_prefill(prompts, likeliest))
 
     def _decode(
-        self,
-        prompts: Prompts,
-        made: Prefilled,
-        reader: Policy,
-        rule: Rule,
-        phase: str,
-        tokenizer: Any,
+        self, prompts: Prompts, made: Prefilled, settings: Settings, tokenizer: Any
     ) -> Outcome:
-        is_sparse = rule != DENSE and phase != "prefill"
-        policy = self._policies[rule] if is_sparse else _plain(reader)
-        program = self._decode_program(policy).result()
-        decoded = program(
+        decoded = decode_program(
             self._params,
-            self._cache_for(made.cache, rule, phase),
+            _cache_for(settings, made.cache),
             made.first,
             prompts.continuation,
             prompts.num_forced,
             prompts.num_steps,
+            settings=settings,
         )
         first, first_losses, likeliest, losses, density = jax.device_get(
             (made.first, made.losses, decoded.likeliest, decoded.losses, decoded.density)
@@ -204,65 +323,81 @@ class Measurement:
         is_right = right_in_decode(prompts, first, likeliest, tokenizer, eos)
         return _outcome(prompts, density, is_right=is_right)
 
-    def _cache_for(self, cache: Cache, rule: Rule, phase: str) -> Cache:
-        """The cache with the statistics that the decode program of a rule expects."""
-        if rule == DENSE or phase == "prefill":
-            return dataclasses.replace(cache, statistics=None, made_for=())
-        return cache if phase == "both" else self.readers.cache_of(rule, cache)
+    def run_long(
+        self, samples: Sequence[Sample], rule: Rule, phases: Sequence[str], *, num_tokens: int
+    ) -> dict[str, Outcome]:
+        """The same of long decoding, where a text is fed token by token beside dense attention.
 
-    def _probe_programs(self, rules: Sequence[Rule]) -> tuple[Future[Any], Future[Any]]:
-        together = Together.of([self._policies[rule] for rule in rules])
-        static = {"model_config": self._model_config, "together": together}
-        batch, num_tokens = self._probe_shape["batch"], self._probe_shape["num_tokens"]
-        lengths = jax.ShapeDtypeStruct((batch,), np.dtype("int32"))
-        tokens = jax.ShapeDtypeStruct((batch, num_tokens), lengths.dtype)
-        continuation = jax.ShapeDtypeStruct((batch, MAX_STEPS), lengths.dtype)
-        # Not that of programs: on a mesh every rank measures all of it.
-        settings = Settings(model_config=self._model_config, policy=together, phase="decode")
-        cache = self._programs.cache(settings, **self._probe_shape)
-        return (
-            self._programs.start(probe_prefill, tokens, lengths, **static),
-            self._programs.start(probe_decode, cache, continuation, lengths, **static),
-        )
-
-    def probe(self, prompts: Prompts) -> dict[tuple[Rule, str], Probed]:
-        """Mass recall and output error by sparse layer, bytes read in decode, by rule and phase.
-
-        The tokens are those that each phase prefills and decodes, the right answer in the place of
-        the generated one; `both` counts the query tokens of prefill and decode together.
+        In phase `decode` a rule continues what dense attention has read; in phase `both` it has
+        read the text itself.
 
         Args:
-          prompts: As many prompts as `probe_batch`, of one task.
+          samples: At most `batch` samples of long_decode.
+          rule: The rule.
+          phases: Its phases.
+          num_tokens: Tokens of a text, those that are decoded included.
 
         Returns:
-          What was found for every rule and phase, nothing where it does not select; of dense
-          attention the bytes alone.
+          The outcome of every phase.
         """
-        by_layer = self._dense_bytes(prompts)
-        num_layers = self._model_config.num_layers
-        found = {(DENSE, "both"): Probed(decode_bytes=_times(by_layer, num_layers))}
-        for rules in self._probes:
-            prefill, decode = (future.result() for future in self._probe_programs(rules))
-            everything, cache = prefill(self._params, prompts.tokens, prompts.lengths)
-            before = everything
-            if prompts.has_answer:
-                before, cache = prefill(self._params, prompts.tokens, prompts.prompt_lengths)
-            behind = decode(self._params, cache, prompts.continuation, prompts.num_told)
-            sums: dict[str, ProbeSums] = jax.device_get(
-                {"prefill": everything, "decode": behind, "both": before}
+        rows = [*samples, *[samples[-1]] * (self.batch - len(samples))]
+        tokens, _ = pad_right([sample.tokens for sample in rows], num_tokens)
+        lengths = np.array([sample.answer_start for sample in rows], np.int32)
+        answers = np.stack([sample.answer for sample in rows])
+        read = partial(read_program, self._params, tokens, lengths)
+        plain, found = self._decoding(rule, "prefill"), dict[str, Outcome]()
+        dense = read(settings=self._reading(rule, "decode"))
+        for phase in phases:
+            settings = self._decoding(rule, phase)
+            reads_itself = phase == "both" and rule != DENSE
+            cache = read(settings=self._reading(rule, phase)) if reads_itself else dense
+            caches = _cache_for(plain, dense), _cache_for(settings, cache)
+            compared = compare_program(
+                self._params, *caches, answers, plain=plain, settings=settings
             )
-            sums["both"] += sums["decode"]
-            for index, rule in enumerate(rules):
-                read = sums["decode"].bytes_per_token(index)
-                if read is not None:
-                    keys, values, metadata = _times(by_layer, len(self.readers.dense_layers(rule)))
-                    read = read[0] + keys, read[1] + values, read[2] + metadata
-                for phase, some in sums.items():
-                    own = None if phase == "prefill" else read
-                    found[rule, phase] = Probed(*some.by_layer(index), own)
+            found[phase] = long_outcome(compared, len(samples))
         return found
 
-    def _dense_bytes(self, prompts: Prompts) -> tuple[float, float, float]:
+    def probe(self, prompts: Prompts, rule: Rule, phases: Sequence[str]) -> dict[str, Probed]:
+        """Mass recall and output error by sparse layer, and bytes read in decode, by phase.
+
+        The tokens are those that each phase prefills and decodes, the right answer in the place of
+        the generated one; `both` counts the query tokens of prefill and decode together. On a mesh
+        every rank measures all of it.
+
+        Args:
+          prompts: Prompts of one task.
+          rule: The rule.
+          phases: Its phases.
+
+        Returns:
+          What was found in every phase, nothing where the rule does not select; of dense attention
+          the bytes alone.
+        """
+        by_layer = self._dense_bytes(prompts)
+        if rule == DENSE:
+            every = by_layer * self._model_config.num_layers
+            return {"both": Probed(decode_bytes=tuple(every.tolist()))}
+        static = {"model_config": self._model_config, "policy": self.policy_of(rule)}
+        probe = partial(probe_prefill, self._params, prompts.tokens, **static)
+        before, cache = probe(prompts.lengths)
+        sums, read = {"prefill": before}, None
+        if set(phases) != {"prefill"}:
+            if prompts.has_answer:
+                before, cache = probe(prompts.prompt_lengths)
+            told = prompts.continuation, prompts.num_told
+            sums["decode"] = probe_decode(self._params, cache, *told, **static)
+            sums["both"] = before + sums["decode"]
+            own = sums["decode"].bytes_per_token()
+            if own is not None:
+                read = tuple((own + by_layer * len(self.dense_layers(rule))).tolist())
+        found = {}
+        for phase in phases:
+            recall, error = sums[phase].by_layer()
+            found[phase] = Probed(recall, error, None if phase == "prefill" else read)
+        return found
+
+    def _dense_bytes(self, prompts: Prompts) -> Float[np.ndarray, "3"]:
         """Bytes that one layer which attends to everything reads for a token of the probe's."""
         model, dtype = self._model_config, self._params["embed"]["embedding"].dtype
         shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
@@ -273,16 +408,14 @@ class Measurement:
             ]
         )
         read = decode_bytes(Dense(), None, jnp.asarray(positions), shape=shape)
-        keys, values, metadata = (
-            float(np.asarray(part, np.float64).mean())
-            for part in (read.keys, read.values, read.metadata)
-        )
-        return keys, values, metadata
+        return np.asarray(read, np.float64).mean(axis=-1)
 
 
-def _times(parts: tuple[float, float, float], count: int) -> tuple[float, float, float]:
-    keys, values, metadata = parts
-    return count * keys, count * values, count * metadata
+def _cache_for(settings: Settings, cache: Cache) -> Cache:
+    """The cache that a policy continues: without statistics where it never selects."""
+    if settings.policy.phases:
+        return cache
+    return dataclasses.replace(cache, statistics=None, made_for=())
 
 
 def _outcome(prompts: Prompts, density: Any, **found: Any) -> Outcome:

@@ -1,7 +1,7 @@
-"""How much of dense attention a selection holds, layer by layer, on the way that dense goes.
+"""Compares sparse with dense attention layer by layer, on the hidden states of the dense model.
 
-The model runs densely. At every sparse layer each policy selects from the same queries and keys,
-its walk carried along, and its output is compared and thrown away:
+The model runs densely. At every sparse layer the policy selects from its queries and keys, its walk
+carried along, and its output is compared and thrown away:
 
 * *mass recall*, the share of the softmax weights of dense attention that fall on selected blocks,
   mean over query tokens and heads. It is `exp(lse_sparse - lse_dense)`, with the log-sum-exp of
@@ -17,7 +17,6 @@ all heads and rows.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -33,7 +32,6 @@ from sketchwalk_jax.cached_layer import (
     join_layers,
     write_and_observe,
 )
-from sketchwalk_jax.evaluation.together import Together
 from sketchwalk_jax.exchange import Exchange
 from sketchwalk_jax.layer import way_to_attend
 from sketchwalk_jax.models.config import ModelConfig
@@ -43,27 +41,6 @@ from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import constrain, embed_tokens, on_every_rank, placement_of
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeBytes:
-    """Bytes read for one token of each sequence in one layer, float32 `[B]`.
-
-    Attributes:
-      keys: Of selected keys.
-      values: Of selected values.
-      metadata: Of what the policy looks at to select.
-    """
-
-    keys: Float[Array, "B"]
-    values: Float[Array, "B"]
-    metadata: Float[Array, "B"]
-
-    @property
-    def total(self) -> Float[Array, "B"]:
-        """All of them."""
-        return self.keys + self.values + self.metadata
 
 
 def tokens_read(
@@ -114,7 +91,7 @@ def decode_bytes(
     positions: Int[Array, "B"],
     *,
     shape: LayerShape,
-) -> DecodeBytes:
+) -> Float[Array, "3 B"]:
     """Bytes that one layer reads for one decoded token of each sequence.
 
     Args:
@@ -124,7 +101,8 @@ def decode_bytes(
       shape: Sizes of the layer, and the type of its keys and values.
 
     Returns:
-      The bytes; for a layer that attends to everything those of all keys and values.
+      Bytes of selected keys, of selected values, and of what the policy looks at to select,
+      float32; for a layer that attends to everything those of all keys and values.
 
     Raises:
       ValueError: As `tokens_read`.
@@ -132,9 +110,8 @@ def decode_bytes(
     Example:
       >>> from sketchwalk_jax.policies import by_name
       >>> layer = LayerShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
-      >>> dense = decode_bytes(by_name("dense"), None, jnp.array([999]), shape=layer)
-      >>> dense.total.tolist()
-      [512000.0]
+      >>> decode_bytes(by_name("dense"), None, jnp.array([999]), shape=layer).tolist()
+      [[256000.0], [256000.0], [0.0]]
     """
     if selection is None:
         tokens, metadata = (positions + 1) * shape.num_kv_heads, jnp.zeros(positions.shape)
@@ -143,66 +120,62 @@ def decode_bytes(
         metadata = policy.metadata_bytes(shape, positions)
     by_head = shape.head_dim * jnp.dtype(shape.dtype).itemsize
     read = tokens.astype(jnp.float32) * float(by_head)
-    return DecodeBytes(keys=read, values=read, metadata=metadata.astype(jnp.float32))
+    return jnp.stack([read, read, metadata.astype(jnp.float32)])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ProbeSums:
-    """Sums over query tokens, for `P` policies, `L` sparse layers and `B` sequences; float32.
+    """Sums over query tokens, for `L` sparse layers and `B` sequences; float32.
 
     Attributes:
-      mass: Share of the softmax weights on selected blocks, `[L, P, B]`, mean over heads.
-      squared_error: `‖o_sparse - o_dense‖²`, `[L, P, B]`.
-      squared_norm: `‖o_dense‖²`, `[L, P, B]`.
-      queries: Query tokens, `[L, P, B]`.
-      key_bytes: Bytes of keys that decoding read, `[L, P, B]`; 0 in prefill.
-      value_bytes: The same of values.
-      metadata_bytes: The same of what the policy selected by.
+      mass: Share of the softmax weights on selected blocks, `[L, B]`, mean over heads.
+      squared_error: `‖o_sparse - o_dense‖²`, `[L, B]`.
+      squared_norm: `‖o_dense‖²`, `[L, B]`.
+      queries: Query tokens, `[L, B]`; 0 in a phase in which the policy does not select.
+      read: Bytes that decoding read, as `decode_bytes` counts them, `[L, 3, B]`; 0 in prefill.
     """
 
-    mass: Float[Array, "L P B"]
-    squared_error: Float[Array, "L P B"]
-    squared_norm: Float[Array, "L P B"]
-    queries: Float[Array, "L P B"]
-    key_bytes: Float[Array, "L P B"]
-    value_bytes: Float[Array, "L P B"]
-    metadata_bytes: Float[Array, "L P B"]
+    mass: Float[Array, "L B"]
+    squared_error: Float[Array, "L B"]
+    squared_norm: Float[Array, "L B"]
+    queries: Float[Array, "L B"]
+    read: Float[Array, "L 3 B"]
 
     def __add__(self, other: Self) -> Self:
         """Sums over the query tokens of both."""
         return jax.tree.map(lambda x, y: x + y, self, other)
 
-    def by_layer(self, policy: int) -> tuple[list[float], list[float]]:
-        """Mass recall and output error of one policy in every sparse layer, over all sequences.
+    def by_layer(self) -> tuple[list[float], list[float]]:
+        """Mass recall and output error in every sparse layer, over all sequences.
 
         Empty lists where the policy was not measured.
         """
-        mass, error, norm, queries = (
-            np.asarray(part, np.float64)[:, policy].sum(axis=-1)
-            for part in (self.mass, self.squared_error, self.squared_norm, self.queries)
+        mass, error, norm, queries = map(
+            _of_sequences, (self.mass, self.squared_error, self.squared_norm, self.queries)
         )
         if not queries.all():
             return [], []
         return (mass / queries).tolist(), np.sqrt(error / norm).tolist()
 
-    def bytes_per_token(self, policy: int) -> tuple[float, float, float] | None:
-        """Keys, values and metadata that one policy read, mean over query tokens.
+    def bytes_per_token(self) -> Float[np.ndarray, "3"] | None:
+        """Keys, values and metadata that were read, mean over query tokens.
 
         Added up over the sparse layers. `None` where the policy was not measured.
         """
-        queries = np.asarray(self.queries, np.float64)[:, policy].sum(axis=-1)
+        queries = _of_sequences(self.queries)
         if not queries.size or not queries.all():
             return None
-        keys, values, metadata = (
-            float((np.asarray(part, np.float64)[:, policy].sum(axis=-1) / queries).sum())
-            for part in (self.key_bytes, self.value_bytes, self.metadata_bytes)
-        )
-        return keys, values, metadata
+        return (_of_sequences(self.read) / queries[:, None]).sum(axis=0)
+
+
+def _of_sequences(x: Array | np.ndarray) -> Float[np.ndarray, "L *rest"]:
+    """Sums over sequences, in float64."""
+    return np.asarray(x, np.float64).sum(axis=-1)
 
 
 def _compare(
-    sparse: Any, dense: Any, is_query: Bool[Array, "B T"], read: DecodeBytes | None = None
+    sparse: Any, dense: Any, is_query: Bool[Array, "B T"], read: Float[Array, "3 B"] | None = None
 ) -> ProbeSums:
     """Sums over the real queries of one layer and policy; from outputs and log-sum-exps."""
 
@@ -217,22 +190,16 @@ def _compare(
         squared_error=total((sparse[0].astype(jnp.float32) - wide) ** 2),
         squared_norm=total(wide**2),
         queries=jnp.sum(is_query, axis=1, dtype=jnp.float32),
-        **{
-            f"{name}_bytes": jnp.zeros(is_query.shape[:1], jnp.float32)
-            if read is None
-            else jnp.where(is_query[:, 0], getattr(read, plural), 0.0)
-            for name, plural in (("key", "keys"), ("value", "values"), ("metadata", "metadata"))
-        },
+        read=jnp.zeros((3, len(is_query)), jnp.float32)
+        if read is None
+        else jnp.where(is_query[:, 0], read, 0.0),
     )
 
 
-def _zeros(shape: tuple[int, ...]) -> ProbeSums:
-    names = (field.name for field in dataclasses.fields(ProbeSums))
-    return ProbeSums(**dict.fromkeys(names, jnp.zeros(shape, jnp.float32)))
-
-
-def _stack(sums: Sequence[ProbeSums]) -> ProbeSums:
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *sums)
+def _zeros(*layers: int, batch: int) -> ProbeSums:
+    nothing = jnp.zeros((*layers, batch), jnp.float32)
+    read = jnp.zeros((*layers, 3, batch), jnp.float32)
+    return ProbeSums(nothing, nothing, nothing, nothing, read)
 
 
 def _probe_attention(
@@ -244,13 +211,12 @@ def _probe_attention(
     policy: Policy,
     settings: Settings,
 ) -> Attend:
-    """Dense attention of the span's tokens, and what each policy would have made of it."""
-    together: Any = policy
-    start = None if is_fresh else span.start(together.block_size)
-    exchange = Exchange(span, together, start)
+    """Attends densely to the span's tokens, and compares what the policy would have computed."""
+    start = None if is_fresh else span.start(policy.block_size)
+    exchange = Exchange(span, policy, start)
 
     def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
-        cache, walks = state
+        cache, walk = state
         index = layer - first_sparse if is_sparse else None
         tokens = exchange.gather(query, key, value, cache, layer)
         cache, own = write_and_observe(
@@ -259,40 +225,20 @@ def _probe_attention(
         keys, values, _ = exchange.attended(cache, tokens, layer)
         where: dict[str, Any] = {"layer": layer, "return_lse": True}
         dense = way_to_attend(None, span, start, **where)(query, keys, values)
-        found = []
-        if is_sparse:
-            walks = list(walks)
-            for place, policy in enumerate(together.policies):
-                if span.phase not in policy.phases:
-                    found.append(_zeros(span.end.shape))
-                    continue
-                its_span, read = together.span_of(policy, span), None
-                selection, walks[place] = policy.select(
-                    query, keys, own[place], walks[place], layer=layer, span=its_span
-                )
-                sparse = way_to_attend(selection, span, start, **where)(query, keys, values)
-                if span.is_token:
-                    kv_heads, head_dim = keys.shape[3:]
-                    shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)
-                    read = decode_bytes(policy, selection, span.positions, shape=shape)
-                found.append(_compare(sparse, dense, span.valid, read))
-            walks = tuple(walks)
-        sums = _stack(found) if is_sparse else None
-        return dense[0], (cache, walks), (jnp.zeros(span.end.shape), sums)
+        sums, read = None, None
+        if is_sparse and span.phase not in policy.phases:
+            sums = _zeros(batch=len(span.end))
+        elif is_sparse:
+            selection, walk = policy.select(query, keys, own, walk, layer=layer, span=span)
+            sparse = way_to_attend(selection, span, start, **where)(query, keys, values)
+            if span.is_token:
+                kv_heads, head_dim = keys.shape[3:]
+                shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)
+                read = decode_bytes(policy, selection, span.positions, shape=shape)
+            sums = _compare(sparse, dense, span.valid, read)
+        return dense[0], (cache, walk), (jnp.zeros(span.end.shape), sums)
 
     return attend
-
-
-def _walks(together: Together, span: Span, capacity: int) -> PyTree:
-    """The walk of every policy before the first sparse layer."""
-    return tuple(
-        policy.init_walk(
-            batch=len(span.end),
-            num_rows=span.rows(policy.block_size).shape[1],
-            num_blocks=capacity // policy.block_size,
-        )
-        for policy in together.policies
-    )
 
 
 def _probe_layers(
@@ -304,8 +250,8 @@ def _probe_layers(
     is_fresh: bool,
     settings: Settings,
 ) -> tuple[Cache, ProbeSums]:
-    """All layers over the span's tokens; the cache, its lengths as they were, and the sums."""
-    together: Any = settings.policy
+    """Runs all layers on the span's tokens; returns the cache, lengths unchanged, and the sums."""
+    policy, size = settings.policy, settings.policy.block_size
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     placement = placement_of(params, settings.model_config)
 
@@ -316,47 +262,46 @@ def _probe_layers(
 
         return partial(on_every_rank(attend, placement), span)
 
+    batch, num_rows = span.rows(size).shape
+    walk = policy.init_walk(batch=batch, num_rows=num_rows, num_blocks=cache.capacity // size)
     _, (cache, _), found = run_layers(
         params,
         embed_tokens(params, tokens, placement),
-        span.start(together.block_size)[:, None] + column,
-        (cache, _walks(together, span, cache.capacity)),
+        span.start(size)[:, None] + column,
+        (cache, walk),
         model_config=settings.model_config,
         layers=attention_by_layer(make, settings),
     )
     sums = join_layers(found)[1]
-    sums = _no_sums(together, 0, len(span.end)) if sums is None else sums
+    sums = _zeros(0, batch=batch) if sums is None else sums
     return constrain((cache, sums), placement)
 
 
-def _no_sums(together: Together, num_sparse: int, batch: int) -> ProbeSums:
-    return _zeros((num_sparse, len(together.policies), batch))
-
-
+@partial(jax.jit, static_argnames=("model_config", "policy"))
 def probe_prefill(
     params: PyTree,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     *,
     model_config: ModelConfig,
-    together: Together,
+    policy: Policy,
 ) -> tuple[ProbeSums, Cache]:
-    """Compares every policy's attention with dense attention while prompts are read.
+    """Compares a policy's attention with dense attention while prompts are read.
 
     Args:
       params: Parameter tree.
-      tokens: Prompts, right-padded; `T` is a multiple of every policy's block size.
+      tokens: Prompts, right-padded; `T` is a multiple of the policy's block size.
       lengths: Tokens of each prompt.
       model_config: The model.
-      together: The policies, all with the same dense layers.
+      policy: The policy.
 
     Returns:
-      The sums over prompt tokens, and the dense cache with every policy's statistics.
+      The sums over prompt tokens, and the dense cache with the policy's statistics.
     """
     batch, num_tokens = tokens.shape
-    settings = Settings(model_config=model_config, policy=together, implementation="xla")
+    settings = Settings(model_config=model_config, policy=policy, implementation="xla")
     dtype = params["embed"]["embedding"].dtype
-    cache = empty_cache(model_config, together, batch=batch, max_tokens=num_tokens, dtype=dtype)
+    cache = empty_cache(model_config, policy, batch=batch, max_tokens=num_tokens, dtype=dtype)
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     nothing = jnp.zeros((batch,), jnp.int32)
     span = Span(nothing, column < lengths[:, None], lengths, lengths)
@@ -364,6 +309,7 @@ def probe_prefill(
     return sums, dataclasses.replace(cache, lengths=lengths)
 
 
+@partial(jax.jit, static_argnames=("model_config", "policy"))
 def probe_decode(
     params: PyTree,
     cache: Cache,
@@ -371,20 +317,20 @@ def probe_decode(
     num_told: Int[Array, "B"],
     *,
     model_config: ModelConfig,
-    together: Together,
+    policy: Policy,
 ) -> ProbeSums:
     """The same while the tokens of `continuation` are fed one by one, `num_told` of each."""
-    settings = Settings(model_config=model_config, policy=together, implementation="xla")
-    num_sparse = len(sparse_layers(model_config, together))
+    settings = Settings(model_config=model_config, policy=policy, implementation="xla")
+    num_sparse = len(sparse_layers(model_config, policy))
 
     def one_token(step: Array, carry: tuple[Cache, ProbeSums]) -> tuple[Cache, ProbeSums]:
         cache, sums = carry
         active = step < num_told
-        span = Span.of_tokens(cache.lengths, together.block_size, active)
+        span = Span.of_tokens(cache.lengths, policy.block_size, active)
         token = continuation[:, step][:, None]
         cache, found = _probe_layers(params, token, span, cache, is_fresh=False, settings=settings)
         lengths = cache.lengths + active.astype(jnp.int32)
         return dataclasses.replace(cache, lengths=lengths), sums + found if num_sparse else sums
 
-    carry = (cache, _no_sums(together, num_sparse, num_told.shape[0]))
+    carry = (cache, _zeros(num_sparse, batch=len(num_told)))
     return jax.lax.fori_loop(0, jnp.max(num_told), one_token, carry)[1]

@@ -1,4 +1,4 @@
-"""What results are of: the machine, the versions, the command, the code and the weights."""
+"""Records the machine, versions, command, code and weights that results come from."""
 
 import datetime
 import functools

@@ -1,10 +1,10 @@
 """A report of one evaluation, as `sketchwalk report` writes it: its tables, and its figures.
 
 `write_report` writes all of it into a folder. `sections` makes the tables by name, for a page with
-prose of its own; `drawings` are the figures of the rows, `model_drawings` those of the model as it
-reads one prompt: the blocks attended to, and powers of its attention. Each figure of the rows is
-made by a `plot_...` function, which draws whatever policies, tasks, lengths and densities are
-there. matplotlib is the extra `plots`: `pip install "sketchwalk-jax[plots]"`.
+prose of its own; `drawings` are the figures of the rows, `model_drawings` is the blocks that the
+model attends to as it reads one prompt. Each figure of the rows is made by a `plot_...` function,
+which draws whatever policies, tasks, lengths and densities are there. matplotlib is the extra
+`plots`: `pip install "sketchwalk-jax[plots]"`.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from sketchwalk_jax.cache import sparse_layers
-from sketchwalk_jax.evaluation.attention_powers import attention_matrix, plot_attention_powers
 from sketchwalk_jax.evaluation.results import Results
 from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
@@ -54,7 +53,6 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.plots import BLUE, LIGHT_GREY, ORANGE, import_pyplot, plot_block_map
 from sketchwalk_jax.policies import Policy, by_name, with_plan
 from sketchwalk_jax.text import read_text
-from sketchwalk_jax.validation import check_choice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +82,7 @@ TITLES = {
 
 _DPI = 110
 _LISTED = 12  # names in one sentence
-_MAP_TOKENS, _MATRIX_TOKENS = 4096, 2048
+_MAP_TOKENS = 4096
 _MAP_DENSITY = 0.2
 
 
@@ -143,7 +141,7 @@ def write_report(
 
 
 def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
-    """The parts of a report as markdown, by the names of `TITLES`.
+    """Makes the parts of a report as markdown, by the names of `TITLES`.
 
     Args:
       results: One evaluation.
@@ -223,7 +221,7 @@ def _tables(
 
 
 def describe_gaps(results: Results) -> list[str]:
-    """What a reader must know before any number: that rows are missing, or are of several codes.
+    """Warns the reader that rows are missing, or come from several versions of the code.
 
     Args:
       results: One evaluation.
@@ -367,10 +365,12 @@ def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
     by_depth = [row for row in rows if row["depth"] is not None]
     with_depth = [phase for phase in phases if rows_with(by_depth, phase=phase)]
     add("needle_depth", "Needles found by depth and length", plot_needle_depth, with_depth)
-    for field, name, what, plot in (
-        ("mass_recall_by_layer", "mass_recall", "Attention mass kept", plot_mass_recall),
-        ("output_error_by_layer", "output_error", "Error of the output", plot_output_error),
+    for name, what in (
+        ("mass_recall", "Attention mass kept"),
+        ("output_error", "Error of the output"),
     ):
+        field = f"{name}_by_layer"
+        plot = functools.partial(plot_by_layer, field=field)
         add(name, f"{what} by layer", plot, probed_phases(rows, field))
     return found
 
@@ -399,22 +399,18 @@ def plot_accuracy(
     *,
     phase: str = "both",
     tokens: int | None = None,
-    layers: str = "sparse_layers",
-    title: str | None = None,
 ) -> "Figure":
     """Draws right answers against measured density: a panel for each task, a line for each policy.
 
-    Bars are Wilson's 95 % intervals. Dense attention is the dashed line, with its interval as a
-    band. Every marker stands at its measured density; where several stand at one, they lie upon one
-    another, the later ones of the legend smaller. Panels of losses have nats per token on their
-    axis: lower is better.
+    The density is that of the sparse layers. Bars are Wilson's 95 % intervals. Dense attention is
+    the dashed line, with its interval as a band. Every marker stands at its measured density; where
+    several stand at one, they lie upon one another, the later ones of the legend smaller. Panels of
+    losses have nats per token on their axis: lower is better.
 
     Args:
       rows: Rows of one evaluation.
       phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
       tokens: Length; the longest by default.
-      layers: Which layers the density counts: `"sparse_layers"` or `"all_layers"`.
-      title: Title of the figure.
 
     Returns:
       The figure.
@@ -427,28 +423,44 @@ def plot_accuracy(
       >>> plot_accuracy(read_results("quality.json").rows, phase="prefill")  # doctest: +SKIP
     """
     check_choices(rows, phase=phase, tokens=tokens)
-    check_choice("layers", layers, ("sparse_layers", "all_layers"))
     tokens = longest(rows) if tokens is None else tokens
     chosen = rows_with(rows, phase=phase, tokens=tokens)
     labels = [label for label in policy_labels(chosen) if label != "dense"]
     tasks = tasks_of(chosen, is_scored=False)
     figure, axes = _make_panels(len(tasks), size=(2.9, 2.5))
-    counted = layers.replace("_", " ")
-    measured = (row[f"measured_density_{layers}"] for row in chosen if row["policy"] != "dense")
+    field = "measured_density_sparse_layers"
+    measured = (row[field] for row in chosen if row["policy"] != "dense")
     widest = max((x for x in measured if x is not None), default=1.0)
     for index, (task, axis) in enumerate(zip(tasks, axes, strict=True)):
-        some = rows_with(chosen, task=task)
-        _draw_dense(axis, pool(rows_with(some, label="dense")), is_loss=task in LOSS_TASKS)
+        is_loss, some = task in LOSS_TASKS, rows_with(chosen, task=task)
+        dense = pool(rows_with(some, label="dense"))
+        value, low, high = _height(dense, is_loss=is_loss)
+        if value is not None:
+            axis.axhline(value, color="black", linestyle="--", linewidth=1.2, zorder=1)
+        if low is not None:
+            axis.axhspan(low, high, color="black", alpha=0.08, linewidth=0)
         for rank, label in enumerate(labels):
             size = _LARGEST + (_SMALLEST - _LARGEST) * rank / max(1, len(labels) - 1)
-            points = _density_points(rows_with(some, label=label), layers)
-            colour, marker = style_of(label, labels)
-            _draw_points(axis, points, colour, marker, size, is_loss=task in LOSS_TASKS)
+            style = dict(zip(("color", "marker"), style_of(label, labels), strict=True))
+            points = _density_points(rows_with(some, label=label), is_loss=is_loss)
+            if points:
+                places, heights, lows, highs = zip(*points, strict=True)
+                ends = np.subtract(heights, lows), np.subtract(highs, heights)
+                axis.errorbar(
+                    places,
+                    heights,
+                    yerr=None if is_loss else np.abs(ends),
+                    markersize=size,
+                    linewidth=1.0,
+                    elinewidth=0.9,
+                    zorder=2,
+                    **style,
+                )
         axis.set_title(task_title(task), fontsize=10)
         axis.set_xlim(0.0, 1.15 * widest)
         if index + _MAX_COLUMNS >= len(tasks):  # no panel stands below
-            axis.set_xlabel(f"measured density, {counted}", fontsize=9)
-        if task in LOSS_TASKS:
+            axis.set_xlabel("measured density, sparse layers", fontsize=9)
+        if is_loss:
             axis.set_ylabel("nats per token (lower is better)", fontsize=9)
         else:
             if axis.get_subplotspec().is_first_col():
@@ -457,56 +469,29 @@ def plot_accuracy(
         _tidy(axis)
     _add_legend(figure, [*(["dense"] if rows_with(chosen, label="dense") else []), *labels], labels)
     place = "prefill and decode" if phase == "both" else phase
-    figure.suptitle(title or f"{tokens:,} tokens, sparse in {place}", fontsize=11)
+    figure.suptitle(f"{tokens:,} tokens, sparse in {place}", fontsize=11)
     return figure
 
 
-def _density_points(rows: Sequence[Row], layers: str) -> list[tuple[float, Pooled]]:
-    """Measured density and values of one policy at each nominal density, by measured density."""
-    nominal = values_of(rows, "density") or [None]
-    pooled = [pool(rows_with(rows, density=density)) for density in nominal]
-    points = [(getattr(one, f"density_{layers}"), one) for one in pooled if one is not None]
-    return sorted((x, one) for x, one in points if x is not None)
+def _height(pooled: Pooled | None, *, is_loss: bool) -> tuple[Any, Any, Any]:
+    """The height of a point, and both ends of its interval where it has one."""
+    if pooled is None:
+        return None, None, None
+    if is_loss:
+        return pooled.text_loss, None, None
+    return pooled.exact, pooled.low, pooled.high
 
 
-def _draw_dense(axis: Any, dense: Pooled | None, *, is_loss: bool) -> None:
-    value = None if dense is None else dense.text_loss if is_loss else dense.exact
-    if dense is None or value is None:
-        return
-    axis.axhline(value, color="black", linestyle="--", linewidth=1.2, zorder=1)
-    if dense.low is not None and not is_loss:
-        axis.axhspan(dense.low, dense.high, color="black", alpha=0.08, linewidth=0)
-
-
-def _draw_points(
-    axis: Any,
-    points: Sequence[tuple[float, Pooled]],
-    colour: str,
-    marker: str,
-    size: float,
-    *,
-    is_loss: bool,
-) -> None:
-    values: list[tuple[Any, ...]] = [
-        (x, one.text_loss, None, None) if is_loss else (x, one.exact, one.low, one.high)
-        for x, one in points
-    ]
-    kept = [value for value in values if value[1] is not None]
-    if not kept:
-        return
-    places, heights, lows, highs = zip(*kept, strict=True)
-    bars = None if is_loss else np.abs([np.subtract(heights, lows), np.subtract(highs, heights)])
-    axis.errorbar(
-        places,
-        heights,
-        yerr=bars,
-        color=colour,
-        marker=marker,
-        markersize=size,
-        linewidth=1.0,
-        elinewidth=0.9,
-        zorder=2,
-    )
+def _density_points(rows: Sequence[Row], *, is_loss: bool) -> list[tuple[float, Any, Any, Any]]:
+    """Measured densities of one policy, ascending, and heights with the ends of their intervals."""
+    found = []
+    for density in values_of(rows, "density") or [None]:
+        pooled = pool(rows_with(rows, density=density))
+        height, *ends = _height(pooled, is_loss=is_loss)
+        place = None if pooled is None else pooled.density_sparse_layers
+        if place is not None and height is not None:
+            found.append((place, height, *(height if one is None else one for one in ends)))
+    return sorted(found)
 
 
 def plot_needle_depth(
@@ -514,7 +499,6 @@ def plot_needle_depth(
     *,
     phase: str = "prefill",
     density: float | None = None,
-    title: str | None = None,
 ) -> "Figure":
     """Draws how often a needle is found, by its depth and the length: a panel for each policy.
 
@@ -522,7 +506,6 @@ def plot_needle_depth(
       rows: Rows of one evaluation, those of the task `single_needle` with a depth among them.
       phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
       density: Nominal density; the highest below 1 by default.
-      title: Title of the figure.
 
     Returns:
       The figure. Cells without a measurement are left white.
@@ -565,7 +548,7 @@ def plot_needle_depth(
     figure.supxlabel("prompt, tokens", fontsize=10)
     figure.supylabel("depth of the needle", fontsize=10)
     place = PHASE_TITLES[phase].lower()
-    figure.suptitle(title or f"{density_title(density)}, sparse in {place}", fontsize=11)
+    figure.suptitle(f"{density_title(density)}, sparse in {place}", fontsize=11)
     return figure
 
 
@@ -593,13 +576,23 @@ def _draw_grid(axis: Any, grid: np.ndarray, edges: np.ndarray) -> Any:
     return image
 
 
-def plot_mass_recall(rows: Sequence[Row], **options: Any) -> "Figure":
-    """Draws the share of dense attention's mass that the selected blocks hold, layer by layer.
+def plot_by_layer(
+    rows: Sequence[Row],
+    *,
+    field: str = "mass_recall_by_layer",
+    phase: str = "prefill",
+    density: float | None = None,
+    tokens: int | None = None,
+) -> "Figure":
+    """Draws what the probe found layer by layer, a line for each policy.
 
     Args:
       rows: Rows of one evaluation; values are means over its tasks.
-      **options: `phase`, where selection is sparse, `"prefill"` by default; `density`, nominal, the
-        highest below 1 by default; `tokens`, the longest with such values by default; `title`.
+      field: `"mass_recall_by_layer"`, the share of dense attention's mass that the selected blocks
+        hold, or `"output_error_by_layer"`, `‖sparse - dense‖ / ‖dense‖` of attention's output.
+      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      density: Nominal density; the highest below 1 by default.
+      tokens: Length; the longest with such values by default.
 
     Returns:
       The figure.
@@ -609,34 +602,8 @@ def plot_mass_recall(rows: Sequence[Row], **options: Any) -> "Figure":
       ValueError: If no row has such values.
 
     Example:
-      >>> plot_mass_recall(read_results("quality.json").rows)  # doctest: +SKIP
+      >>> plot_by_layer(read_results("quality.json").rows)  # doctest: +SKIP
     """
-    return _plot_by_layer(
-        rows, "mass_recall_by_layer", "attention mass in selected blocks", **options
-    )
-
-
-def plot_output_error(rows: Sequence[Row], **options: Any) -> "Figure":
-    """Draws `‖sparse - dense‖ / ‖dense‖` of the output of attention, layer by layer.
-
-    Arguments, result and errors are those of `plot_mass_recall`.
-
-    Example:
-      >>> plot_output_error(read_results("quality.json").rows)  # doctest: +SKIP
-    """
-    return _plot_by_layer(rows, "output_error_by_layer", "relative error of the output", **options)
-
-
-def _plot_by_layer(
-    rows: Sequence[Row],
-    field: str,
-    axis_label: str,
-    *,
-    phase: str = "prefill",
-    density: float | None = None,
-    tokens: int | None = None,
-    title: str | None = None,
-) -> "Figure":
     from matplotlib.ticker import MaxNLocator
 
     check_choices(rows, phase=phase, tokens=tokens)
@@ -655,18 +622,16 @@ def _plot_by_layer(
         colour, marker = style_of(label, labels)
         heights = [math.nan if value is None else value for value in values]
         axis.plot(heights, color=colour, marker=marker, markersize=4.5, linewidth=1.2)
-    axis.set_ylim(bottom=0.0)
-    if field == "mass_recall_by_layer":
-        axis.set_ylim(0.0, 1.02)
+    is_recall = field == "mass_recall_by_layer"
+    axis.set_ylim(0.0, 1.02 if is_recall else None)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("layer")
-    axis.set_ylabel(axis_label)
+    what = "attention mass in selected blocks" if is_recall else "relative error of the output"
+    axis.set_ylabel(what)
     _tidy(axis)
     _add_legend(figure, labels, labels, place="outside right center", columns=1)
     place = PHASE_TITLES[phase].lower()
-    axis.set_title(
-        title or f"{density_title(density)}, sparse in {place}, {tokens:,} tokens", fontsize=11
-    )
+    axis.set_title(f"{density_title(density)}, sparse in {place}, {tokens:,} tokens", fontsize=11)
     return figure
 
 
@@ -728,64 +693,43 @@ def _add_legend(
     figure.legend(handles=lines, loc=place, ncols=columns, fontsize=9, frameon=False)
 
 
-# Figures of the model.
+# The figure of the model.
 
 
 def model_drawings(
-    params: PyTree,
-    model_config: ModelConfig,
-    tokenizer: Any,
-    *,
-    preset: str = "recommended",
-    layer: int | None = None,
+    params: PyTree, model_config: ModelConfig, tokenizer: Any, *, preset: str = "recommended"
 ) -> dict[str, Drawing]:
-    """Figures of a model that reads a prompt with one fact in it and a question at its end.
+    """The figure of a model that reads a prompt with one fact in it and a question at its end.
 
     Args:
-      params: Parameters of the model; float32 is best, for powers multiply rounding errors.
+      params: Parameters of the model.
       model_config: The model.
       tokenizer: A tokenizer of transformers.
-      preset: Preset of Sketch-and-Walk for the block map, at density 0.2 where it has one.
-      layer: Layer whose attention is raised to powers; the middle one by default.
+      preset: Preset of Sketch-and-Walk, at density 0.2 where it has one.
 
     Returns:
-      `block_map`, blocks attended to layer by layer, and `attention_powers`, Figure 2 of the paper.
-      Prompts are as long as the model's context allows, up to 4,096 and 2,048 tokens.
+      `block_map`, blocks attended to layer by layer. The prompt is as long as the model's context
+      allows, up to 4,096 tokens.
 
     Raises:
-      ValueError: When drawn, if the preset or the layer does not suit.
+      ValueError: When drawn, if the preset does not suit.
 
     Example:
       >>> figures = model_drawings(params, model_config, tokenizer)  # doctest: +SKIP
       >>> figures["block_map"].draw().savefig("block_map.png")  # doctest: +SKIP
     """
-    layer = model_config.num_layers // 2 if layer is None else layer
-
-    def draw_sample(most_tokens: int) -> Sample:
-        size = min(most_tokens, model_config.context_length - 1)
-        # The first one has its fact where every selection looks, at the beginning.
-        options: dict[str, Any] = {"num_tokens": size, "count": 2, "seed": 0}
-        return draw_samples("single_needle", read_text(), tokenizer, **options)[1]
 
     def draw_map() -> "Figure":
-        sample = draw_sample(_MAP_TOKENS)
+        size = min(_MAP_TOKENS, model_config.context_length - 1)
+        # The first sample has its fact where every selection looks, at the beginning.
+        options: dict[str, Any] = {"num_tokens": size, "count": 2, "seed": 0}
+        sample = draw_samples("single_needle", read_text(), tokenizer, **options)[1]
         own = None if preset == "released" else _MAP_DENSITY
         policy = with_plan(by_name("sketchwalk", preset=preset, density=own), model_config.plan)
         return _plot_needle_map(params, sample, model_config, policy, preset)
 
-    def draw_powers() -> "Figure":
-        tokens = draw_sample(_MATRIX_TOKENS).tokens
-        attention = attention_matrix(params, tokens, model_config=model_config, layer=layer)
-        title = f"Powers of the attention of layer {layer}, {len(tokens):,} tokens"
-        return plot_attention_powers(attention, title=title)
-
-    powers = f"Powers of the attention of layer {layer}: one step, four steps, seven steps"
-    return {
-        "block_map": Drawing(
-            "Key blocks that each query block attended to, layer by layer", draw_map
-        ),
-        "attention_powers": Drawing(powers, draw_powers),
-    }
+    what = "Key blocks that each query block attended to, layer by layer"
+    return {"block_map": Drawing(what, draw_map)}
 
 
 def _plot_needle_map(
@@ -815,7 +759,7 @@ def _plot_needle_map(
 
 
 def find_answer(sample: Sample) -> int | None:
-    """Where in the text before the question the answer stands, as an index of its first token.
+    """Finds the answer in the text before the question: the index of its first token.
 
     `None` if its tokens do not stand there in one piece.
     """

@@ -67,10 +67,11 @@ class ResultsFile:
             self._continue()
         elif not self.path.parent.is_dir():
             raise FileNotFoundError(2, "No such folder", str(self.path.parent))
-        self._finished = {group_key_of(row) for row in self.rows if self._is_own(row)}
+        self._finished = {group_key_of(row) for row in self._own_rows()}
 
-    def _is_own(self, row: Row) -> bool:
-        return all(row.get(name) == value for name, value in self._common.items())
+    def _own_rows(self, **wanted: Any) -> list[Row]:
+        """The rows of this evaluation that have these values."""
+        return [row for row in self.rows if _says(row, self._common | wanted)]
 
     def _continue(self) -> None:
         advice = "pass --overwrite to start afresh, or another --out"
@@ -130,20 +131,16 @@ class ResultsFile:
         Known where rows of dense attention to these prompts are there as well.
         """
         wanted = self._common | {"task": task, "tokens": tokens}
-        for entry in self.meta.get("drawn", ()):
-            if all(entry.get(name) == value for name, value in wanted.items()):
-                return entry["answered"]
-        return None
+        found = (one["answered"] for one in self.meta.get("drawn", ()) if _says(one, wanted))
+        return next(found, None)
 
     def settings(self, rule: Rule, tokens: int) -> dict[str, Any] | None:
-        """What calibration set in a rule at a length, as finished rows say; None without any.
+        """The fields that calibration set in a rule at a length, from finished rows; else None.
 
-        The plan is the rule's own and not among it.
+        The plan belongs to the rule and is left out.
         """
-        wanted = self._common | rule.name_fields | {"tokens": tokens}
-        for row in self.rows:
-            is_same = all(row.get(name) == value for name, value in wanted.items())
-            if is_same and row["phase"] in (rule.phases or (row["phase"],)):
+        for row in self._own_rows(**rule.name_fields, tokens=tokens):
+            if row["phase"] in (rule.phases or (row["phase"],)):
                 settings = dict(row.get("settings") or {})
                 settings.pop("plan", None)
                 if settings:
@@ -158,15 +155,13 @@ class ResultsFile:
         """
         now = None if rule.plan is None else rule.plan.short_hash
         wanted = {"policy": rule.policy, "preset": rule.preset, "variant": rule.variant}
-        for row in filter(self._is_own, self.rows):
-            if all(row.get(name) == value for name, value in wanted.items()):
-                there = (row.get("settings") or {}).get("plan")
-                if there != now:
-                    raise ValueError(
-                        f"{self.path} must hold rows of {rule} with the model's plan of now, "
-                        f"{now}, got rows with {there}; pass --overwrite to start afresh, or "
-                        f"another --out"
-                    )
+        for row in self._own_rows(**wanted):
+            there = (row.get("settings") or {}).get("plan")
+            if there != now:
+                raise ValueError(
+                    f"{self.path} must hold rows of {rule} with the model's plan of now, {now}, "
+                    f"got rows with {there}; pass --overwrite to start afresh, or another --out"
+                )
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds finished rows, and writes the file."""
@@ -179,6 +174,11 @@ class ResultsFile:
         """Writes the file, with what was noted."""
         self.meta["wall_s"] = round(self._before + time.perf_counter() - self._started, 1)
         write_results(self.path, self.meta, self.rows)
+
+
+def _says(entry: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a row or a note has these values; what it lacks is null."""
+    return all(entry.get(name) == value for name, value in wanted.items())
 
 
 def _short(value: Any) -> str:
@@ -230,7 +230,7 @@ class Results:
 
     @property
     def missing(self) -> tuple[dict[str, Any], ...]:
-        """What was asked for and is not there: fields of rows, of each group of rows.
+        """Groups of rows that were asked for and are missing, as fields of rows.
 
         A group is of one rule, phase, task and length. What could not be measured, because a policy
         cannot be as sparse as asked or dense attention answers no prompt, is not among it. Files
@@ -241,7 +241,7 @@ class Results:
 
     @property
     def asked(self) -> int:
-        """How many groups of rows were asked for, those that cannot be measured left out."""
+        """Number of groups of rows that were asked for and can be measured."""
         return len(self._asked())
 
     def _asked(self) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -253,24 +253,21 @@ class Results:
         }
 
     def _is_impossible(self, group: Row) -> bool:
-        def says(entry: Mapping[str, Any], *fields: str) -> bool:
-            return all(entry.get(name) == group.get(name) for name in (*fields, "model", "stage"))
+        def notes(kind: str, *fields: str) -> list[Mapping[str, Any]]:
+            wanted = {name: group.get(name) for name in (*fields, "model", "stage")}
+            return [one for one in self.meta.get(kind, ()) if _says(one, wanted)]
 
-        is_dense = group["policy"] == "dense"
-        if group["task"] == "long_decode" and group["phase"] == "prefill" and not is_dense:
-            return True
-        for entry in self.meta.get("drawn", ()):
-            if says(entry, "task", "tokens") and "1" not in entry["answered"] and not is_dense:
+        if group["policy"] != "dense":
+            if group["task"] == "long_decode" and group["phase"] == "prefill":
                 return True
-        fields = ("policy", "preset", "variant", "density", "tokens")
-        return any(
-            says(entry, *fields) and group["phase"] in entry["phases"]
-            for entry in self.meta.get("not_run", ())
-        )
+            if any("1" not in one["answered"] for one in notes("drawn", "task", "tokens")):
+                return True
+        left_out = notes("not_run", "policy", "preset", "variant", "density", "tokens")
+        return any(group["phase"] in one["phases"] for one in left_out)
 
     @property
     def sources(self) -> dict[str, int]:
-        """How many rows each code of the package measured, by hash; `"unknown"` of old files."""
+        """Number of rows by the hash of the code that measured them; `"unknown"` in old files."""
         first, found = self.meta.get(_SOURCES) or "unknown", dict[str, int]()
         for row in self.rows:
             own = row.get(_SOURCES, first)

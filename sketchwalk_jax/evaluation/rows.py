@@ -1,7 +1,7 @@
-"""Rows: what the prompts of one task and length gave one policy in one phase.
+"""Rows: results of one policy in one phase on the prompts of one task and length.
 
-`Outcome` is what a policy made of prompts, `Probed` what the probe found of it; `make_rows` makes
-rows of both, as they stand in `quality.json`.
+`Outcome` holds the answers of a policy, `Probed` the measurements of the probe; `make_rows` makes
+the rows of `quality.json` from both.
 """
 
 import dataclasses
@@ -80,9 +80,10 @@ ROW_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "h
 _DIGITS = 5
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a rule made of `n` prompts of one task in one phase, on the host.
+    """Answers of a rule to `n` prompts of one task in one phase, on the host.
 
     Attributes:
       is_right: Whether each answer was right, bool `[n]`; None in text_loss.
@@ -103,27 +104,11 @@ class Outcome:
     @classmethod
     def join(cls, parts: Sequence["Outcome"]) -> Self:
         """The outcome of the prompts of several batches."""
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis=-1), *parts)
 
-        def join_all(*arrays: Any) -> Any:
-            return None if arrays[0] is None else np.concatenate(arrays, axis=-1)
-
-        return cls(
-            join_all(*(part.is_right for part in parts)),
-            join_all(*(part.losses for part in parts)),
-            jax.tree.map(join_all, *(part.density for part in parts)),
-            join_all(*(part.divergences for part in parts)),
-            join_all(*(part.agreements for part in parts)),
-        )
-
-    def take(self, is_chosen: Bool[np.ndarray, "n"]) -> Self:
+    def take(self, is_chosen: Bool[np.ndarray, "n"] | slice) -> Self:
         """The outcome of some of the prompts."""
-
-        def choose(array: Any) -> Any:
-            return None if array is None else array[..., is_chosen]
-
-        parts = (choose(self.is_right), choose(self.losses))
-        density = jax.tree.map(choose, self.density)
-        return type(self)(*parts, density, choose(self.divergences), choose(self.agreements))
+        return jax.tree.map(lambda array: array[..., is_chosen], self)
 
     def measured_density(
         self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, layers: Sequence[int]
@@ -149,7 +134,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Probed:
-    """What the probe found of a rule in one phase.
+    """Measurements of the probe for a rule in one phase.
 
     Attributes:
       mass_recall: Of each sparse layer; empty if it was not measured.
@@ -232,16 +217,14 @@ def make_rows(
             made[f"measured_density_{name}_layers"] = _round(density)
         if outcome.is_right is not None:
             made |= exact_match(outcome.is_right[is_chosen])
-        if outcome.losses is not None:
-            losses = outcome.losses[is_chosen]
-            made["text_loss"] = _round(losses.mean())
-            made["text_losses"] = [_round(loss) for loss in losses]
-        if outcome.divergences is not None:
-            kept = outcome.divergences[is_chosen]
-            made |= {"kl": _round(kept.mean()), "kls": [_round(one) for one in kept]}
-        if outcome.agreements is not None:
-            kept = outcome.agreements[is_chosen]
-            made |= {"agreement": _round(kept.mean()), "agreements": [_round(one) for one in kept]}
+        for values, mean, each in (
+            (outcome.losses, "text_loss", "text_losses"),
+            (outcome.divergences, "kl", "kls"),
+            (outcome.agreements, "agreement", "agreements"),
+        ):
+            if values is not None:
+                kept = values[is_chosen]
+                made |= {mean: _round(kept.mean()), each: [_round(one) for one in kept]}
         return made
 
     hops = np.array([sample.hops or 0 for sample in samples])
@@ -310,7 +293,7 @@ def _round(value: Any) -> float | None:
 
 
 def group_key(rule: Rule, phase: str, task: str, tokens: int) -> tuple[Any, ...]:
-    """What the rows of one rule, phase, task and length share."""
+    """Identifies the rows of one rule, phase, task and length."""
     return (rule.policy, rule.preset, rule.variant, rule.density, phase, task, tokens)
 
 

@@ -4,25 +4,16 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from sketchwalk_jax.evaluation.calibrated_rules import (
-    OutOfReach,
-    RuleCalibration,
-    SetRule,
-    is_set_by_model,
-)
-from sketchwalk_jax.evaluation.long_decode import LongDecode
-from sketchwalk_jax.evaluation.measure import Measurement, start_programs
-from sketchwalk_jax.evaluation.programs import Programs
+from sketchwalk_jax.evaluation.calibrated_rules import OutOfReach, SetRule, set_rules
+from sketchwalk_jax.evaluation.measure import Measurement, check_devices
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
 from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
 from sketchwalk_jax.evaluation.results import ResultsFile
@@ -45,7 +36,6 @@ Wanted = dict[Rule, tuple[str, ...]]
 
 _MAX_BATCH = {"cpu": 8}
 _MAX_BATCH_ELSEWHERE = 64
-_PORTION = 4
 
 
 def evaluate(
@@ -292,8 +282,8 @@ def choose_batch(
     cache = 2 * model_config.num_layers * heads * model_config.head_dim * size
     shared = 3 * model_config.intermediate_size + 4 * model_config.num_heads * model_config.head_dim
     widths = 6 * model_config.hidden_size + shared / tensor
-    # Four caches (dense, sparse, and a copy of one that decoding writes to, and their statistics)
-    # and one layer's activations in float32.
+    # Four caches (dense and sparse in long decoding, copies that decoding writes to, and their
+    # statistics) and one layer's activations in float32.
     needed = num_tokens * (4 * cache / tensor + 4 * widths) / sequence
     batch = data * max(1, int(0.6 * _free_memory() / needed))
     batch = min(batch, config.prompts, _MAX_BATCH.get(jax.default_backend(), _MAX_BATCH_ELSEWHERE))
@@ -311,7 +301,7 @@ def _free_memory() -> int:
 
 
 class _Run:
-    """One evaluation under way."""
+    """One evaluation under way, and the length that it is at."""
 
     def __init__(
         self,
@@ -323,10 +313,10 @@ class _Run:
         file: ResultsFile,
         deadline: float,
     ) -> None:
+        check_devices(params, model_config)
         self._deadline = deadline
         self._params, self._model_config, self._tokenizer = params, model_config, tokenizer
         self._text, self._config, self._file = text, config, file
-        self._calibrations: dict[tuple[Rule, int], SetRule | OutOfReach] = {}
         self._rules = [rule.with_plan(model_config.plan) for rule in config.rules()]
         for rule in self._rules:
             file.check_plan(rule)
@@ -344,54 +334,31 @@ class _Run:
         """Runs what the file lacks."""
         missing = {num_tokens: self._missing(num_tokens) for num_tokens in lengths}
         missing = {num_tokens: tasks for num_tokens, tasks in missing.items() if tasks}
-        for num_tokens, tasks in missing.items():
+        for self._num_tokens, tasks in missing.items():
             for task in tasks:
-                self._draw(num_tokens, task, count=1)  # whatever does not fit shows at once
+                self._draw(task, count=1)  # whatever does not fit shows at once
         self._note_asked(lengths)
         if missing and self._file.rows:
             self._file.write()  # an interrupt from now on leaves a file that says what it lacks
-        self._check_time()
         total = sum(
             len(wanted) * self._config.num_prompts(task)
             for tasks in missing.values()
             for task, wanted in tasks.items()
         )
-        programs = Programs(self._params, self._model_config)
-        drawing = ThreadPoolExecutor(1)
-        showing = progress_bar(total, "evaluating", unit=" prompts", is_wanted=progress)
-        try:
-            with showing as bar:
-                samples = {
-                    (num_tokens, task): drawing.submit(self._draw, num_tokens, task)
-                    for num_tokens, tasks in missing.items()
-                    for task in tasks
-                }
-                calibrations = {
-                    num_tokens: self._start_early(programs, num_tokens, tasks, is_first=not index)
-                    for index, (num_tokens, tasks) in enumerate(missing.items())
-                }
-                measurements = {}
-                for num_tokens, tasks in missing.items():
-                    self._check_time()
-                    self._calibrate(calibrations[num_tokens], num_tokens, bar)
-                    self._leave_out(num_tokens, tasks)
-                    measurements[num_tokens] = self._measurements(programs, num_tokens, tasks)
-                for num_tokens, tasks in missing.items():
-                    short, long = measurements.pop(num_tokens)
-                    for task, wanted in tasks.items():
-                        future: Future[list[Sample]] = samples.pop((num_tokens, task))
-                        bar.set_postfix_str(f"{task}, {num_tokens} tokens")
-                        if self._config.is_filtered(task):
-                            self._filtered_group(short, future.result(), wanted, num_tokens, bar)
-                            continue
-                        measurement = long if task == "long_decode" else short
-                        for some in self._portions(wanted):
-                            self._group(measurement, future.result(), some, num_tokens, bar)
-            if missing and self._file.rows:
-                self._file.write()  # with the rules that were left out last
-        finally:
-            programs.close()
-            drawing.shutdown(wait=False, cancel_futures=True)
+        with progress_bar(total, "evaluating", unit=" prompts", is_wanted=progress) as self._bar:
+            for self._num_tokens, tasks in missing.items():
+                self._check_time()
+                self._set_rules(tasks)
+                for task, wanted in tasks.items():
+                    self._bar.set_postfix_str(f"{task}, {self._num_tokens} tokens")
+                    samples = self._draw(task)
+                    if self._config.is_filtered(task):
+                        self._filtered_group(samples, wanted)
+                        continue
+                    for rule, phases in wanted.items():
+                        self._group(samples, rule, phases)
+        if missing and self._file.rows:
+            self._file.write()  # with the rules that were left out last
 
     def _missing(self, num_tokens: int) -> dict[str, Wanted]:
         """Phases of each rule that the file lacks, by task."""
@@ -411,251 +378,161 @@ class _Run:
                     found.setdefault(task, {})[rule] = phases
         return found
 
-    def _draw(
-        self, num_tokens: int, task: str, count: int | None = None, first: int = 0
-    ) -> list[Sample]:
+    def _draw(self, task: str, count: int | None = None, first: int = 0) -> list[Sample]:
         is_within = task in LOSS_TASKS or task == "mid_prompt"
         return draw_samples(
             task,
             text_for(task, self._text),
             self._tokenizer,
-            num_tokens=num_tokens if is_within else num_tokens - ANSWER_ROOM,
+            num_tokens=self._num_tokens if is_within else self._num_tokens - ANSWER_ROOM,
             count=count or self._config.num_prompts(task),
             seed=self._config.seed,
             wording=self._config.wording,
             first=first,
         )
 
-    def _portions(self, wanted: Wanted) -> list[Wanted]:
-        """Rules to measure and write at a time: all, or few where the time is limited.
-
-        What several share, such as a dense prefill, is then run for each portion.
-        """
-        size = len(wanted) if self._deadline == math.inf else _PORTION
-        return [dict(some) for some in itertools.batched(wanted.items(), max(1, size))]
-
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
             raise _OutOfTimeError
 
-    def _start_early(
-        self, programs: Programs, num_tokens: int, tasks: Mapping[str, Wanted], *, is_first: bool
-    ) -> RuleCalibration:
-        """Compiles what calibrates one length, and meanwhile what the first needs anyway."""
-        wanted = _joined(tasks)
-        batch = self._batch(num_tokens)
-        self._calibrations |= self._set_before(num_tokens, wanted)
-        calibration = RuleCalibration(
-            programs,
-            [rule for rule in wanted if (rule, num_tokens) not in self._calibrations],
-            self._model_config,
-            num_tasks=len(self._config.calibrated_on or self._config.tasks),
-            num_tokens=num_tokens,
-            batch=batch,
-        )
-        if is_first:
-            known = {rule: some for rule, some in wanted.items() if not is_set_by_model(rule)}
-            made = {rule: rule.make() for rule in known}
-            shape = {"batch": batch, "num_tokens": num_tokens}
-            start_programs(programs, known, made, **shape)
-        return calibration
+    def _set_rules(self, tasks: dict[str, Wanted]) -> None:
+        """Sets the rules of one length that need it to their density, on held-out prompts.
 
-    def _set_before(
-        self, num_tokens: int, rules: Iterable[Rule]
-    ) -> dict[tuple[Rule, int], SetRule]:
-        """What the file says of rules over all layers, so that all calls have the same.
-
-        Others are calibrated on the tasks of each call.
+        Rules that cannot be as sparse as they should be are taken out of what is to be run.
         """
-        found = {}
-        for rule in rules:
-            settings = self._file.settings(rule, num_tokens)
-            if rule.over == "all_layers" and settings is not None:
-                found[rule, num_tokens] = SetRule.before(rule, settings)
-        return found
-
-    def _calibrate(self, calibration: RuleCalibration, num_tokens: int, bar: tqdm) -> None:
-        """Sets the rules of one length that need it to their density, on held-out prompts."""
 
         def tell(what: str) -> None:
             self._check_time()
-            bar.set_postfix_str(what)
+            self._bar.set_postfix_str(what)
 
-        found = calibration.run(
+        rules = dict.fromkeys(rule for wanted in tasks.values() for rule in wanted)
+        found: dict[Rule, SetRule | OutOfReach] = {}
+        for rule in rules:
+            # Over all layers, all calls have what the first one set. Others are calibrated on the
+            # tasks of each call.
+            settings = self._file.settings(rule, self._num_tokens)
+            if rule.over == "all_layers" and settings is not None:
+                found[rule] = SetRule.before(rule, settings)
+        batch = choose_batch(
+            self._model_config,
+            self._config,
+            num_tokens=self._num_tokens,
+            dtype=self._params["embed"]["embedding"].dtype,
+            placement=placement_of(self._params, self._model_config),
+        )
+        found |= set_rules(
+            [rule for rule in rules if rule not in found],
             self._params,
+            self._model_config,
             self._text,
             self._tokenizer,
             tasks=self._config.calibrated_on or self._config.tasks,
+            num_tokens=self._num_tokens,
+            batch=batch,
             seed=self._config.seed,
             wording=self._config.wording,
             before=tell,
         )
-        self._calibrations |= {(rule, num_tokens): one for rule, one in found.items()}
-
-    def _batch(self, num_tokens: int) -> int:
-        return choose_batch(
-            self._model_config,
-            self._config,
-            num_tokens=num_tokens,
-            dtype=self._params["embed"]["embedding"].dtype,
-            placement=placement_of(self._params, self._model_config),
+        for rule, one in found.items():
+            if isinstance(one, OutOfReach):
+                phases = {phase for wanted in tasks.values() for phase in wanted.pop(rule, ())}
+                self._file.note(
+                    "not_run",
+                    **rule.name_fields,
+                    phases=sorted(phases),
+                    tokens=self._num_tokens,
+                    least_density_all_layers=round(one.least, 5),
+                )
+        self._set = {rule: one for rule, one in found.items() if isinstance(one, SetRule)}
+        policies = {rule: one.policy for rule, one in self._set.items()}
+        self._measurement = Measurement(
+            self._params, self._model_config, batch=batch, policies=policies
         )
 
-    def _leave_out(self, num_tokens: int, tasks: dict[str, Wanted]) -> None:
-        """Takes the rules that cannot be as sparse as they should be out of what is to be run."""
-        for (rule, length), found in self._calibrations.items():
-            if length != num_tokens or not isinstance(found, OutOfReach):
-                continue
-            phases = {phase for wanted in tasks.values() for phase in wanted.pop(rule, ())}
-            self._file.note(
-                "not_run",
-                **rule.name_fields,
-                phases=sorted(phases),
-                tokens=num_tokens,
-                least_density_all_layers=round(found.least, 5),
-            )
-
-    def _measurements(
-        self, programs: Programs, num_tokens: int, tasks: Mapping[str, Wanted]
-    ) -> tuple[Measurement, LongDecode]:
-        """What measures one length: the tasks with short answers, and long_decode."""
-        policies = {
-            rule: found.policy
-            for (rule, length), found in self._calibrations.items()
-            if length == num_tokens and isinstance(found, SetRule)
-        }
-        short = {task: wanted for task, wanted in tasks.items() if task != "long_decode"}
-        batch = self._batch(num_tokens)
-        measurement = Measurement(
-            programs,
-            self._params,
-            self._model_config,
-            _joined(short),
-            num_tokens=num_tokens,
-            batch=batch,
-            probe_batch=min(self._config.probe_prompts, self._config.prompts),
-            policies=policies,
-        )
-        long = LongDecode(
-            programs,
-            self._params,
-            self._model_config,
-            tasks.get("long_decode", {}),
-            num_tokens=num_tokens,
-            batch=batch,
-            policies=policies,
-        )
-        return measurement, long
-
-    def _filtered_group(
-        self,
-        measurement: Measurement,
-        samples: list[Sample],
-        wanted: Wanted,
-        num_tokens: int,
-        bar: tqdm,
-    ) -> None:
-        """As `_group`, of the prompts that dense attention answers."""
+    def _filtered_group(self, samples: list[Sample], wanted: Wanted) -> None:
+        """Measures the rules on those prompts that dense attention answers."""
         task = samples[0].task
-        answered = self._file.drawn(task, num_tokens) if DENSE not in wanted else None
+        answered = self._file.drawn(task, self._num_tokens) if DENSE not in wanted else None
         if answered is None:
-            answered = self._find_answered(measurement, samples, num_tokens, bar)
+            answered = self._find_answered(samples)
         missing = len(answered) - len(samples)
         if missing > 0:
-            samples = samples + self._draw(num_tokens, task, missing, first=len(samples))
+            samples = samples + self._draw(task, missing, first=len(samples))
         kept = [sample for sample, one in zip(samples, answered, strict=False) if one == "1"]
-        wanted = {rule: phases for rule, phases in wanted.items() if rule != DENSE}
-        if kept and wanted:
-            more = self._filtered_fields(task, answered)
-            for some in self._portions(wanted):
-                self._group(measurement, kept, some, num_tokens, bar, more=more)
+        more = self._filtered_fields(task, answered)
+        for rule, phases in wanted.items():
+            if kept and rule != DENSE:
+                self._group(kept, rule, phases, more)
 
     def _filtered_fields(self, task: str, answered: str) -> dict[str, Any]:
         least = LEAST_KEPT * self._config.num_prompts(task)
         return {"drawn": len(answered), "in_mean": answered.count("1") >= least}
 
-    def _find_answered(
-        self, measurement: Measurement, samples: list[Sample], num_tokens: int, bar: tqdm
-    ) -> str:
+    def _find_answered(self, samples: list[Sample]) -> str:
         """Asks dense attention until it has answered enough, and writes its rows."""
-        task, batch = samples[0].task, measurement.batch
+        task, batch = samples[0].task, self._measurement.batch
         count = self._config.num_prompts(task)
         flags: list[bool] = []
         outcomes: list[Outcome] = []
         while sum(flags) < count and len(flags) < count * self._config.tries:
             self._check_time()
             if len(samples) < len(flags) + batch:
-                samples += self._draw(num_tokens, task, count, first=len(samples))
+                samples += self._draw(task, count, first=len(samples))
             some = samples[len(flags) : min(len(flags) + batch, count * self._config.tries)]
-            prompts = make_prompts(some, batch=batch, num_tokens=num_tokens)
-            found = measurement.run(prompts, {DENSE: ("both",)}, self._tokenizer)
-            outcomes.append(found[DENSE, "both"])
+            prompts = make_prompts(some, batch=batch, num_tokens=self._num_tokens)
+            found = self._measurement.run(prompts, DENSE, ("both",), self._tokenizer)
+            outcomes.append(found["both"])
             assert outcomes[-1].is_right is not None
             flags += outcomes[-1].is_right.tolist()
-        bar.update(count)
+        self._bar.update(count)
         # Whatever the batch, the last one drawn is the last one kept.
         enough = np.flatnonzero(np.cumsum(flags) == count)
         is_kept = np.array(flags)
         flags = flags[: enough[0] + 1] if enough.size else flags
         is_kept[len(flags) :] = False
         answered = "".join("01"[one] for one in flags)
-        self._file.note("drawn", task=task, tokens=num_tokens, answered=answered)
+        self._file.note("drawn", task=task, tokens=self._num_tokens, answered=answered)
         if not any(flags):
-            self._file.add([empty_row(DENSE, task=task, tokens=num_tokens, drawn=len(flags))])
+            options: dict[str, Any] = {"task": task, "tokens": self._num_tokens}
+            self._file.add([empty_row(DENSE, drawn=len(flags), **options)])
             return answered
         kept = [sample for sample, one in zip(samples, is_kept, strict=False) if one]
-        more = self._filtered_fields(task, answered)
-        probed = self._probe(measurement, kept, num_tokens)
-        outcome = Outcome.join(outcomes).take(is_kept)
-        parts = {(DENSE, "both"): [outcome]}
-        self._add(parts, kept, num_tokens, measurement, probed, more)
+        found = {"both": Outcome.join(outcomes).take(is_kept)}
+        self._add(found, kept, DENSE, self._filtered_fields(task, answered))
         return answered
 
     def _group(
         self,
-        measurement: Measurement | LongDecode,
         samples: list[Sample],
-        wanted: Wanted,
-        num_tokens: int,
-        bar: tqdm,
-        *,
+        rule: Rule,
+        phases: Sequence[str],
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Measures one task at one length, and writes its rows."""
-        parts: dict[tuple[Rule, str], list[Outcome]] = {}
-        for some in map(list, itertools.batched(samples, measurement.batch)):
-
-            def after(count: int = len(some)) -> None:
-                """Follows each rule on a batch."""
-                bar.update(count)
-                self._check_time()
-
-            if isinstance(measurement, LongDecode):
-                found = measurement.run(some, wanted, after=after)
+        """Measures one rule on one task and length, and writes its rows."""
+        parts = []
+        for some in map(list, itertools.batched(samples, self._measurement.batch)):
+            self._check_time()
+            options: dict[str, Any] = {"num_tokens": self._num_tokens}
+            if samples[0].task == "long_decode":
+                parts.append(self._measurement.run_long(some, rule, phases, **options))
             else:
-                prompts = make_prompts(some, batch=measurement.batch, num_tokens=num_tokens)
-                found = measurement.run(prompts, wanted, self._tokenizer, after=after)
-            for key, outcome in found.items():
-                parts.setdefault(key, []).append(outcome)
-        probed: Mapping[tuple[Rule, str], Probed] = {}
-        if isinstance(measurement, Measurement):
-            probed = self._probe(measurement, samples, num_tokens)
-        self._add(parts, samples, num_tokens, measurement, probed, more or {})
+                prompts = make_prompts(some, batch=self._measurement.batch, **options)
+                parts.append(self._measurement.run(prompts, rule, phases, self._tokenizer))
+            self._bar.update(len(some))
+        found = {phase: Outcome.join([part[phase] for part in parts]) for phase in phases}
+        self._add(found, samples, rule, more or {})
 
     def _add(
         self,
-        parts: Mapping[tuple[Rule, str], list[Outcome]],
+        found: Mapping[str, Outcome],
         samples: list[Sample],
-        num_tokens: int,
-        measurement: Measurement | LongDecode,
-        probed: Mapping[tuple[Rule, str], Probed],
+        rule: Rule,
         more: Mapping[str, Any],
     ) -> None:
-        """Writes the rows of some rules and phases."""
+        """Probes a rule, and writes its rows, by phase."""
+        probed = self._probe(samples, rule, tuple(found))
         rows = []
-        for (rule, phase), outcomes in parts.items():
-            calibrated = self._calibrations.get((rule, num_tokens))
-            outcome = Outcome.join(outcomes)
+        for phase, outcome in found.items():
             if outcome.losses is not None and not np.isfinite(outcome.losses).all():
                 raise ValueError(
                     f"logits must be finite, got a loss of {outcome.losses.max()} in "
@@ -667,31 +544,23 @@ class _Run:
                 samples,
                 rule,
                 phase=phase,
-                tokens=num_tokens,
-                dense_layers=measurement.readers.dense_layers(rule),
-                probe=probed.get((rule, phase), Probed()),
-                settings=calibrated.settings if isinstance(calibrated, SetRule) else None,
+                tokens=self._num_tokens,
+                dense_layers=self._measurement.dense_layers(rule),
+                probe=probed.get(phase, Probed()),
+                settings=self._set[rule].settings if rule in self._set else None,
                 more=more,
             )
         self._file.add(rows)
 
     def _probe(
-        self, measurement: Measurement, samples: list[Sample], num_tokens: int
-    ) -> Mapping[tuple[Rule, str], Probed]:
-        count = min(measurement.probe_batch, len(samples))
-        if not count:
+        self, samples: list[Sample], rule: Rule, phases: Sequence[str]
+    ) -> Mapping[str, Probed]:
+        """Probes a few of the samples, evenly spread."""
+        size = min(self._config.probe_prompts, self._config.prompts)
+        count = min(size, len(samples))
+        if not count or samples[0].task == "long_decode":
             return {}
         places = np.linspace(0, len(samples) - 1, count + 2).round().astype(int)[1:-1]
         some = [samples[place] for place in places]
-        return measurement.probe(
-            make_prompts(some, batch=measurement.probe_batch, num_tokens=num_tokens)
-        )
-
-
-def _joined(tasks: Mapping[str, Wanted]) -> Wanted:
-    """The phases of each rule that some task wants."""
-    wanted: dict[Rule, set[str]] = {}
-    for rules in tasks.values():
-        for rule, phases in rules.items():
-            wanted.setdefault(rule, set()).update(phases)
-    return {rule: tuple(sorted(phases)) for rule, phases in wanted.items()}
+        prompts = make_prompts(some, batch=size, num_tokens=self._num_tokens)
+        return self._measurement.probe(prompts, rule, phases)

@@ -1,4 +1,4 @@
-"""What an evaluation runs: policies, densities, lengths, tasks and phases."""
+"""Settings of an evaluation: policies, densities, lengths, tasks and phases."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Rule:
 
     @property
     def name_fields(self) -> dict[str, Any]:
-        """What tells it from other rules, as fields of a row."""
+        """Identifies the rule, as fields of a row."""
         names = ("policy", "preset", "variant", "density")
         return {name: getattr(self, name) for name in names}
 
@@ -95,7 +95,7 @@ class Rule:
         return dict(self.fields).get("plan")
 
     def __str__(self) -> str:
-        """What progress calls it, such as `paper 0.2`."""
+        """Name in progress and errors, such as `paper 0.2`."""
         name = self.preset or self.policy
         name += f" {self.variant}" if self.variant else ""
         return name if self.density is None or self == DENSE else f"{name} {self.density:g}"
@@ -110,7 +110,7 @@ mean over tasks."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What `evaluate` runs. Dense attention is always measured too: it is what all compare with.
+    """Settings of `evaluate`. Dense attention is always measured too, as the reference.
 
     Attributes:
       policies: Names of policies.
@@ -252,7 +252,7 @@ class EvaluationConfig:
         return tuple(part for rule in found for part in _over_all_layers(rule))
 
     def describe(self) -> dict[str, Any]:
-        """What rows of different values must not stand in one file for; for `meta`."""
+        """Settings, for `meta`, that all rows of one file must share."""
         found: dict[str, Any] = {
             "seed": self.seed,
             "prompts": self.prompts,

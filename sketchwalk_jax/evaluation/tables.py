@@ -1,4 +1,4 @@
-"""What the rows of an evaluation say, and markdown tables of it.
+"""Statistics of the rows of an evaluation, and markdown tables.
 
 A *row* is one entry of `rows` in `quality.json`: one policy, phase, task, length and density, with
 `is_right` for each prompt. The prompts of a task and length are the same for every policy, in the
@@ -29,10 +29,10 @@ TASK_TITLES = {
     "code_loss": "Loss of code",
     "long_decode": "Long decoding",
 }
-"""What each task is called in tables and figures, in their order."""
+"""Names of tasks in tables and figures, in their order."""
 
 PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode", "both": "Prefill and decode"}
-"""What each phase is called where selection is sparse in it, in their order."""
+"""Names of the phases in which selection is sparse, in their order."""
 
 PHASES = tuple(PHASE_TITLES)
 
@@ -44,7 +44,7 @@ _LAST = ("streaming", "random")
 
 
 def policy_label(row: Row) -> str:
-    """What a row's policy is called: the preset where it has one, else the policy; its variant.
+    """Name of a row's policy: the preset where it has one, else the policy; then the variant.
 
     Example:
       >>> policy_label({"policy": "sketchwalk", "preset": "damped"})
@@ -254,7 +254,7 @@ def mean_by_layer(rows: Iterable[Row], field: str) -> list[float | None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How two policies differ on the same prompts.
+    """Difference of two policies on the same prompts.
 
     Attributes:
       mean: Of the first policy minus that of the second.
@@ -412,7 +412,7 @@ def longest(rows: Sequence[Row]) -> int:
 
 
 def task_title(task: str) -> str:
-    """What a task is called for readers."""
+    """Name of a task for readers."""
     return TASK_TITLES.get(task, task.replace("_", " "))
 
 
@@ -648,7 +648,7 @@ def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], toke
 
 
 def settings_table(rows: Sequence[Row]) -> str:
-    """What calibration set, and the density that it gave on the prompts that were scored.
+    """Lists what calibration set, and the density that it gave on the scored prompts.
 
     Args:
       rows: Rows of one evaluation.

@@ -1,4 +1,4 @@
-"""How tasks are put into words: the sentences to hide, the questions, and the frame around them.
+"""Wording of tasks: the sentences to hide, the questions, and the frame around them.
 
 `plain` is what the bundled model was trained on: statements in a text, and `Q: ... ? A:` behind or
 within it. `chat` is for instruction models: one user message of an instruction, the text with the
@@ -21,7 +21,7 @@ _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 def code_statement(word: str, number: str) -> str:
-    """What a needle says."""
+    """States the code of a word, as a needle does."""
     return f" The code of {word} is {number}."
 
 
@@ -93,11 +93,11 @@ class Wording:
         return Asked(" Q: most votes? A:", answer_text([word]))
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
-        """What stands before the text; None for what the tokenizer itself begins with."""
+        """Text before the passage; None for the tokens that the tokenizer itself begins with."""
         return None
 
     def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
-        """What stands between the text and the answer, and behind the answer."""
+        """Text between the passage and the answer, and behind the answer."""
         return Frame(asked.question)
 
 
@@ -151,7 +151,7 @@ class ChatWording(Wording):
         return self._parts(task, Asked("", ""), tokenizer)[0]
 
     def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
-        """What stands between the text and the answer, and behind the answer.
+        """Text between the passage and the answer, and behind the answer.
 
         Raises:
           ValueError: If the tokenizer has no chat template, or one that changes what is said.
@@ -159,7 +159,7 @@ class ChatWording(Wording):
         return Frame(*self._parts(task, asked, tokenizer)[1:])
 
     def _parts(self, task: str, asked: Asked, tokenizer: Any) -> list[str]:
-        """What the tokenizer's chat template writes before, between and behind the texts."""
+        """Pieces that the chat template writes before, between and behind the texts."""
         kind = {"variable_tracking": "variables", "aggregation": "votes"}.get(task, "secret codes")
         # All pieces meet at a space, where no tokenizer joins what stands on both sides.
         text = (
@@ -202,7 +202,7 @@ def _lines_asked(lines: Sequence[str], numbers: Sequence[str]) -> Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What stands around the answer. Words of the text go on with a space.
+    """Text around the answer. Words of the passage go on with a space.
 
     Attributes:
       asking: From the end of the text to the answer.
