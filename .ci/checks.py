@@ -39,16 +39,16 @@ RECORD = ROOT / ".ci" / "checked.json"
 
 # Their kernels also run as compiled for Hopper, in the emulator of tests/ptx.
 EMULATED = (
-    "ampere_linear",
-    "ampere_prefill",
-    "ampere_scores",
+    "decode_matmul_kernel",
+    "attention_kernel",
+    "page_scores_kernel",
     "ampere_selection",
     "decode_kernel",
-    "gated_rows",
+    "swiglu_quantize",
     "kernel_selection",
     "kernels",
     "key_codes_kernel",
-    "linear_kernel",
+    "hopper_decode_matmul_kernel",
     "model_kernels",
     "prompt_selection_kernels",
     "token_selection_kernels",
@@ -267,7 +267,7 @@ def _references(part: Part, with_kernels: bool) -> tuple[Part, ...]:
         if words and words[0] in late:
             targets = list(_resolve(".".join([late[words[0]], *words[1:]])))
             if not with_kernels and top not in _SCRIPTS:
-                targets = [x for x in targets if x.path.parent != ROOT / _KERNELS]
+                targets = [x for x in targets if not x.path.is_relative_to(ROOT / _KERNELS)]
             found.update(dict.fromkeys(targets))
         elif words and words[0] in source.parts:
             found[Part(part.path, words[0])] = None

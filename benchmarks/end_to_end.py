@@ -127,11 +127,19 @@ ENOUGH_SECONDS = 30.0  # what takes longer is run once
 MATMUL = 8192
 # What a kernel belongs to, by what its name contains; the first that fits.
 PARTS = {
-    "attention": ("block_sparse", "combine_decode", "sdpa", "flash", "fmha"),
+    "attention": ("attention", "block_sparse", "combine_decode", "sdpa", "flash", "fmha"),
     "observing": ("block_codes", "block_sums"),
-    "scores": ("representatives", "block_peaks", "block_scores", "token_scores", "block_residuals"),
+    "scores": (
+        "representatives",
+        "block_peaks",
+        "block_scores",
+        "block_residuals",
+        "max_logits",
+        "page_scores",
+        "token_scores",
+    ),
     "walk and lists": ("select", "token_evidence", "token_lists", "walk"),
-    "linear": ("linear", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
+    "linear": ("linear", "decode_matmul", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
 }
 REST = "rest"
 # What tells rows apart.

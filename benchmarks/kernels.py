@@ -41,7 +41,6 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import dispatch
 from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.models.transformer import (
@@ -50,6 +49,7 @@ from sketchwalk_jax.models.transformer import (
     rms_norm,
     sums_of_rows,
 )
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_knob
 from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
@@ -556,10 +556,10 @@ def in_pages(lists: sw.BlockSelection) -> sw.BlockSelection:
 
 def attend_as_others(query: Array, key: Array, value: Array, lists: sw.BlockSelection) -> Array:
     """`attend_prompt` by the kernel that GPUs from Ampere on run, Hopper excepted."""
-    from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
+    from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
 
     lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
-    return ampere_prefill(
+    return attention_kernel(
         query,
         key[None],
         value[None],

@@ -260,12 +260,12 @@ multiply_quantized.defvjp(_forward, _backward)
 
 # Products of rows with the weights of gate and up, `[B, T, F]`, the scales of the rows and those of
 # the weights -> what `gate_plainly` finds, or `None`.
-GateRows = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array] | None]
+SwigluQuantize = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array] | None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_gated(
-    gate_rows: GateRows,
+    swiglu_quantize: SwigluQuantize,
     x: Float[Array, "B T D"],
     weights: Mapping[str, tuple[Float[Array, "_ _"], Float[Array, "_"]]],
 ) -> Float[Array, "B T D"]:
@@ -274,8 +274,8 @@ def multiply_gated(
     As `multiply_quantized` makes each product.
 
     Args:
-      gate_rows: A kernel for what stands between the products, or `None` from it where XLA is to
-        make that.
+      swiglu_quantize: A kernel for the SwiGLU between the products; where it returns `None`, XLA
+        makes it.
       x: The input, in bfloat16.
       weights: `q` in float8_e4m3fn and the scales of `gate`, `up` and `down`.
 
@@ -290,7 +290,7 @@ def multiply_gated(
             products.append(_multiply_rows(rows, weights[name][0]))
     gate, up = products
     own_scales = weights["gate"][1], weights["up"][1]
-    found = gate_rows(gate, up, row_scales, *own_scales)
+    found = swiglu_quantize(gate, up, row_scales, *own_scales)
     if found is None:
         found = gate_plainly(gate, up, row_scales, *own_scales)
     quantized, scales = weights["down"]
@@ -318,11 +318,11 @@ def gate_plainly(
     return _round_rows(jax.nn.silu(gate) * _scaled(up, row_scales, up_scales, up.dtype))
 
 
-def _forward_gated(gate_rows: GateRows, x: Array, weights: Any) -> Any:
+def _forward_gated(swiglu_quantize: SwigluQuantize, x: Array, weights: Any) -> Any:
     return _forward(x, *weights["down"])
 
 
-def _backward_gated(gate_rows: GateRows, residuals: Any, cotangent: Array) -> Any:
+def _backward_gated(swiglu_quantize: SwigluQuantize, residuals: Any, cotangent: Array) -> Any:
     return _backward(residuals, cotangent)
 
 

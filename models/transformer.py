@@ -8,17 +8,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from sketchwalk_jax import dispatch
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.quantized import GateRows, multiply_gated, multiply_quantized
+from sketchwalk_jax.models.quantized import SwigluQuantize, multiply_gated, multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_gated_rows
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul
 from sketchwalk_jax.precision import matmul_precision
 
 PyTree = Any
@@ -49,15 +49,15 @@ class LayerWeights:
         layer's weights out of their stack first, a read and a write of each: little beside the
         products of many rows. `xla_gpu_enable_dynamic_slice_fusion`, which is to leave out such
         copies, does not before float8 products of cuBLAS.
-      gate_rows: What stands between the mlp's float8 products of many rows (`gate_rows`), or `None`
-        for XLA.
+      swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for
+        XLA.
     """
 
     stacks: PyTree
     layer: Int[Array, ""]
     eps: float
     multiply: Multiply | None
-    gate_rows: GateRows | None = None
+    swiglu_quantize: SwigluQuantize | None = None
 
     def norm(self, x: Array, name: str) -> Array:
         """The input behind a norm."""
@@ -134,7 +134,12 @@ class LayerWeights:
             "bias" not in one and "quantized" in one and one["quantized"].dtype == jnp.float8_e4m3fn
             for one in stacks
         )
-        if self.gate_rows is None or not is_float8 or x.dtype != jnp.bfloat16 or x.shape[1] == 1:
+        if (
+            self.swiglu_quantize is None
+            or not is_float8
+            or x.dtype != jnp.bfloat16
+            or x.shape[1] == 1
+        ):
             gate, up = self.linear(x, names[:2], "btd,df->btf", norm="mlp_norm")
             (out,) = self.linear(jax.nn.silu(gate) * up, names[2:], "btf,fd->btd")
             return out
@@ -142,7 +147,7 @@ class LayerWeights:
             name: (self._own(one["quantized"]), self._own(one["scales"]))
             for name, one in zip(names, stacks, strict=True)
         }
-        return multiply_gated(self.gate_rows, self.norm(x, "mlp_norm"), weights)
+        return multiply_gated(self.swiglu_quantize, self.norm(x, "mlp_norm"), weights)
 
     def _own(self, x: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
@@ -150,29 +155,6 @@ class LayerWeights:
 
 MOST_SUMMED_ROWS = 4
 """Rows of `sums_of_rows`: with more, sums would make as many passes over weights as products do."""
-
-
-class KernelOfRows(NamedTuple):
-    """A kernel for few rows, and what says in words why it cannot take some."""
-
-    multiply: Callable[..., list[Array]]
-    why_not: Callable[..., str | None]
-
-
-def kernel_of_rows(*, are_quantized: bool) -> KernelOfRows:
-    """The kernel of the default device; without a GPU, the one for the interpreter.
-
-    Args:
-      are_quantized: Whether weights have eight bits, which only Hopper's kernel takes.
-    """
-    # Pallas takes long to import, and few callers need it.
-    if are_quantized and dispatch.kernels_here() != "ampere":
-        from sketchwalk_jax.pallas_kernels.linear import linear_kernel, why_not_linear
-
-        return KernelOfRows(linear_kernel, why_not_linear)
-    from sketchwalk_jax.pallas_kernels.ampere_linear import ampere_linear, why_not_ampere_linear
-
-    return KernelOfRows(ampere_linear, why_not_ampere_linear)
 
 
 def linear_of_rows(
@@ -199,10 +181,10 @@ def linear_of_rows(
       weight_scales: Scales of the output channels, where weights are quantised.
     """
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
-    kernel = kernel_of_rows(are_quantized=weight_scales is not None)
+    kernel = choose_decode_matmul(are_quantized=weight_scales is not None)
     options: dict[str, Any] = {"is_transposed": is_transposed, "weight_scales": weight_scales}
     if kernel.why_not(rows, stacks, scale, **options):
-        if dispatch.kernels_here() != "ampere":
+        if not kernel.else_sums:
             return None
         return sums_of_rows(x, weights, layer, scale=scale, eps=eps, **options)
     options |= {"scale": scale, "eps": eps, "interpret": kernel_config.interpret}
@@ -252,42 +234,6 @@ def sums_of_rows(
             total = total * weight_scales[index][layer][None]
         found.append(total.reshape(*x.shape[:2], -1).astype(x.dtype))
     return found
-
-
-def gate_rows(
-    gate: Float[Array, "B T F"],
-    up: Float[Array, "B T F"],
-    row_scales: Float[Array, "B T"],
-    gate_scales: Float[Array, "F"],
-    up_scales: Float[Array, "F"],
-    *,
-    kernel_config: KernelConfig,
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]] | None:
-    """`quantized.gate_plainly` by Hopper's kernel, or `None` where it cannot make it.
-
-    Args:
-      gate: Products with the weights of gate.
-      up: Products with those of up.
-      row_scales: Of the rows.
-      gate_scales: Of the columns of gate.
-      up_scales: Of those of up.
-      kernel_config: What the kernel may run with.
-    """
-    of_gate, of_up = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
-    if why_not_gated_rows(of_gate):
-        return None
-    # Pallas takes long to import, and few callers need it.
-    from sketchwalk_jax.pallas_kernels.gated_rows import gated_rows_kernel
-
-    found, scales = gated_rows_kernel(
-        of_gate,
-        of_up,
-        row_scales.reshape(-1),
-        gate_scales,
-        up_scales,
-        interpret=kernel_config.interpret,
-    )
-    return found.reshape(gate.shape), scales.reshape(row_scales.shape)
 
 
 def embed(params: PyTree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -341,7 +287,7 @@ def run_layers(
     model_config: ModelConfig,
     layers: Sequence[tuple[range, Attend]],
     multiply: Multiply | None = None,
-    gate_rows: GateRows | None = None,
+    swiglu_quantize: SwigluQuantize | None = None,
 ) -> tuple[Float[Array, "B T D"], PyTree, list[PyTree]]:
     """Runs the layers, one `jax.lax.scan` over each range of them.
 
@@ -354,7 +300,7 @@ def run_layers(
      layers: Ranges of layers in order, each with its attention
       `(query, key, value, layer, state) -> (output, state, aux)`.
      multiply: How few rows are multiplied, or `None` for XLA.
-     gate_rows: What stands between the mlp's float8 products of many rows, or `None` for XLA.
+     swiglu_quantize: What stands between the mlp's float8 products of many rows, or `None` for XLA.
 
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
@@ -368,7 +314,7 @@ def run_layers(
         hidden, state, count = carry
         layer = count if layer is None else layer
         eps = model_config.rms_norm_eps
-        weights = LayerWeights(params["layers"], layer, eps, multiply, gate_rows)
+        weights = LayerWeights(params["layers"], layer, eps, multiply, swiglu_quantize)
         with jax.named_scope("attention"):
             names = "query", "key", "value"
             query, key, value = weights.linear(hidden, names, "btd,dnh->btnh", norm="attn_norm")

@@ -179,7 +179,7 @@ def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -
     return None
 
 
-def why_not_gated_rows(gate: Any) -> str | None:
+def why_not_swiglu_quantize(gate: Any) -> str | None:
     """Why the kernel for rows of a gated mlp cannot take such rows, or `None` if it can.
 
     Args:

@@ -19,25 +19,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
-from sketchwalk_jax.dispatch import (
+from sketchwalk_jax.exchange import Exchange, Tokens, exchanging
+from sketchwalk_jax.layer import choose_attention
+from sketchwalk_jax.models.config import ModelConfig, check_model_config
+from sketchwalk_jax.models.quantized import SwigluQuantize
+from sketchwalk_jax.models.transformer import (
+    Attend,
+    Multiply,
+    linear_of_rows,
+    sums_of_rows,
+)
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.decode_matmul.api import swiglu_quantize
+from sketchwalk_jax.pallas_kernels.dispatch import (
     IMPLEMENTATIONS,
     is_gpu_without,
     row_kernels,
     selection_kernels,
 )
-from sketchwalk_jax.exchange import Exchange, Tokens, exchanging
-from sketchwalk_jax.layer import way_to_attend
-from sketchwalk_jax.models.config import ModelConfig, check_model_config
-from sketchwalk_jax.models.quantized import GateRows
-from sketchwalk_jax.models.transformer import (
-    Attend,
-    Multiply,
-    gate_rows,
-    linear_of_rows,
-    sums_of_rows,
-)
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.pallas_kernels.kernel_selection import write_token
+from sketchwalk_jax.pallas_kernels.key_quantization.api import write_token
 from sketchwalk_jax.policies.base import Policy, Span, TokenWrite, check_policy, take_layer
 from sketchwalk_jax.selection import causal_pairs
 from sketchwalk_jax.sharding import Placement, gate_on_ranks, linear_on_ranks
@@ -98,7 +98,7 @@ class LayerSettings:
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """How queries attend, as `way_to_attend` takes it."""
+        """How queries attend, as `choose_attention` takes it."""
         names = ("scale", "implementation", "kernel_config")
         return {name: getattr(self, name) for name in names}
 
@@ -131,16 +131,16 @@ class LayerSettings:
         )
 
     @property
-    def gate_rows(self) -> GateRows | None:
+    def swiglu_quantize(self) -> SwigluQuantize | None:
         """What stands between the mlp's float8 products of a prompt, or `None` for XLA.
 
         Where ranks share the columns of a row, none knows the row's largest number.
         """
-        kernel_config = self._row_kernels("gated rows")
+        kernel_config = self._row_kernels("float8 SwiGLU")
         if kernel_config is None:
             return None
         if self.placement is None:
-            return functools.partial(gate_rows, kernel_config=kernel_config)
+            return functools.partial(swiglu_quantize, kernel_config=kernel_config)
         if self.placement.size("tensor") > 1:
             return None
         return functools.partial(
@@ -364,7 +364,7 @@ def layer_attention(
                     lists, kept, pairs = exchange.share(lists, kept, pairs)
                 own, lists, is_part = exchange.narrow(piece, lists, keys.shape[2])
                 where: dict[str, Any] = {"layer": place, "return_lse": is_part, **options}
-                out = way_to_attend(lists, own.span, own.start, **where)(own.query, keys, values)
+                out = choose_attention(lists, own.span, own.start, **where)(own.query, keys, values)
                 found.append((exchange.merge(out), walk, pairs, kept))
             out, walk, pairs, kept = exchange.join(found)
             return out, (cache, walk), (pairs if selects else all_pairs, kept)

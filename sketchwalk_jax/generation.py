@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from sketchwalk_jax import dispatch
 from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, default_policy
 from sketchwalk_jax.cache import Cache, Density, empty_cache, show_numbers, spread_cache
@@ -41,6 +40,7 @@ from sketchwalk_jax.memory import advice, check_memory
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.padding import left_to_right_padding, new_token_room, pad_to_bucket
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
 from sketchwalk_jax.pytree import register

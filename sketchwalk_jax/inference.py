@@ -129,7 +129,7 @@ def read_prompt(
             (cache, walk),
             model_config=settings.model_config,
             layers=attention_by_layer(make, settings),
-            gate_rows=settings.gate_rows,
+            swiglu_quantize=settings.swiglu_quantize,
         )
         pairs, selection = join_layers(found)
         if blocks is not None:

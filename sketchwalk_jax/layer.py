@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
 from sketchwalk_jax.attention.xla import on_auto_axes, vary_alike
-from sketchwalk_jax.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation, selection_kernels
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
@@ -204,7 +204,7 @@ def _one_layer(
     ((selection, walk),) = select_whole(
         [policy], own_query, own_key, [walk], span=span, kernel_config=selects_with
     )
-    attend = way_to_attend(
+    attend = choose_attention(
         selection,
         span,
         None,
@@ -258,7 +258,7 @@ def select_whole(
     ]
 
 
-def way_to_attend(
+def choose_attention(
     selection: BlockSelection | None,
     span: Span,
     start: Int[Array, "B"] | None,

@@ -18,6 +18,7 @@ WEIGHT_EXPONENT = 48
 STATE_EXPONENT = 100
 _PRODUCT_EXPONENT = 112
 _SIGN_AND_MANTISSA = -(0xFF << 23) - 1
+LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
 
 
 def product_exponent(power: int) -> int:
@@ -85,3 +86,31 @@ def add_scaled(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Ar
     exponent = jnp.maximum(one[1], other[1])
     total = one[0] * power_of_two(one[1] - exponent) + other[0] * power_of_two(other[1] - exponent)
     return total, exponent
+
+
+def exact_power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """`2^n`, exact, of `n` from -126 to 127; `exp2` is not on every backend."""
+    return jax.lax.bitcast_convert_type(jnp.left_shift(n + 127, 23), jnp.float32)
+
+
+def ceil_log2(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
+    """The least `n` with `x <= 2^n`, of numbers that are not negative; of 0 a small one."""
+    mantissa, exponent = jnp.frexp(x)
+    return jnp.where(x == 0.0, -126, jnp.where(mantissa == 0.5, exponent - 1, exponent))
+
+
+def to_float8(
+    query: Float[Array, "*axes C"], largest: float = LARGEST_FLOAT8
+) -> tuple[Float[Array, "*axes C"], Float[Array, "*axes 1"]]:
+    """Queries as float8_e4m3fn `q · 2^-a`, and `2^a` in float32, the least that keeps to `largest`.
+
+    Args:
+      query: Queries.
+      largest: The largest number of one in eight bits: 448 times a power of two.
+    """
+    x = query.astype(jnp.float32)
+    shift = ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest)
+    shift = jnp.clip(shift, -100, 100)
+    rounded = (x * exact_power_of_two(-shift)).astype(jnp.float8_e4m3fn)
+    # On GPUs XLA takes a number that is rounded and widened again for the number itself.
+    return jax.lax.optimization_barrier(rounded), exact_power_of_two(shift)

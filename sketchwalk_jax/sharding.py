@@ -71,8 +71,9 @@ from jaxtyping import Array, DTypeLike, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.transformer import embed, gate_rows, kernel_of_rows, linear_of_rows
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_gated_rows
+from sketchwalk_jax.models.transformer import embed, linear_of_rows
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_swiglu_quantize
+from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul, swiglu_quantize
 from sketchwalk_jax.policies.base import LayerShape, Policy
 from sketchwalk_jax.policies.ranks import Blocks, Heads
 from sketchwalk_jax.validation import describe
@@ -581,7 +582,7 @@ def linear_on_ranks(
             jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
             for sharding, one in zip(of_scales, weight_scales, strict=True)
         ]
-    kernel = kernel_of_rows(are_quantized=weight_scales is not None)
+    kernel = choose_decode_matmul(are_quantized=weight_scales is not None)
     why_not = kernel.why_not(
         rows, own, scale, is_transposed=is_transposed, weight_scales=own_scales
     )
@@ -635,7 +636,7 @@ def gate_on_ranks(
     placement: Placement,
     kernel_config: KernelConfig,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]] | None:
-    """`transformer.gate_rows`, where each rank has whole rows, of its sequences and its tokens.
+    """`swiglu_quantize` where each rank has whole rows, of its sequences and its tokens.
 
     Args:
       gate: Products with the weights of gate.
@@ -648,11 +649,11 @@ def gate_on_ranks(
     """
     by_rows = placement.sharding("data", "sequence")
     batch, tokens, width = by_rows.shard_shape(gate.shape)
-    if why_not_gated_rows(jax.ShapeDtypeStruct((batch * tokens, width), gate.dtype)):
+    if why_not_swiglu_quantize(jax.ShapeDtypeStruct((batch * tokens, width), gate.dtype)):
         return None
 
     def on_rank(*arrays: Array) -> tuple[Array, Array]:
-        found = gate_rows(*arrays, kernel_config=kernel_config)
+        found = swiglu_quantize(*arrays, kernel_config=kernel_config)
         assert found is not None  # as was asked above
         return found
 

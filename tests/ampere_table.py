@@ -161,7 +161,7 @@ def _attention_row(case: Any, capability: str) -> dict[str, Any]:
     import ptx
     from attention_cases import GpuCase
 
-    from sketchwalk_jax.pallas_kernels import ampere_prefill
+    from sketchwalk_jax.pallas_kernels.attention import attention
 
     text = _compile(GpuCase(case), capability)
     # The kernel that combines comes second, if there is one.
@@ -171,7 +171,7 @@ def _attention_row(case: Any, capability: str) -> dict[str, Any]:
     if case.op == "prefill":
         rows = 64 if case.heads[0] == case.heads[1] else 128
         memory = hopper.SHARED_KIB[capability] * 1024
-        keys, stages = ampere_prefill.sizes(rows, case.head_dim, memory)
+        keys, stages = attention.sizes(rows, case.head_dim, memory)
         own = keys
     else:  # of the keys of a step each warp has its own
         keys, own = 64, 16
@@ -227,8 +227,8 @@ def _linear_row(case: Any, capability: str) -> dict[str, Any]:
 # Of the kernels that select for prompts: what their loops do in a turn of each, for a warp.
 _TURNS = {
     "representatives": "one query more, of 64",
-    "ampere_peaks": "64 keys, 64 queries",
-    "ampere_scores": "16 blocks, 32 queries, both passes",
+    "max_logits_kernel": "64 keys, 64 queries",
+    "page_scores_kernel": "16 blocks, 32 queries, both passes",
 }
 # Cycles of a quarter of a multiprocessor for a product of `mma.sync` with sums in float16, by
 # NVIDIA's figures of dense float16: 1024 fused multiply-adds of an A100's multiprocessor, and 512.
@@ -245,7 +245,7 @@ def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
         (name,) = set(re.findall(r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'", said))
         shared = ptx.read_launch(host, [0] * 10).shared_bytes
         count, products = loops(code)  # none where the assembler has unrolled it
-        cycles = _CYCLES.get(capability) if name == "ampere_peaks" else None
+        cycles = _CYCLES.get(capability) if name == "max_logits_kernel" else None
         rows.append(
             {
                 "op": "prompt selection",

@@ -131,13 +131,17 @@ class GpuCase:
 
     def program(self) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
-        from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
-        from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+        from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
+        from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
+        from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
+            decode_attention_kernel,
+        )
 
         if self.case.op == "prefill":
-            return self.case.program(block_sparse_prefill if self.is_hopper else ampere_prefill)
-        return self.case.program(block_sparse_decode_kernel)
+            return self.case.program(
+                hopper_attention_kernel if self.is_hopper else attention_kernel
+            )
+        return self.case.program(decode_attention_kernel)
 
 
 Prefill = functools.partial(AttentionKernelCase, op="prefill")

@@ -33,14 +33,12 @@ _capability = "9.0"
 def pytest_configure() -> None:
     """Runs every kernel that is made from now on as it is compiled."""
     os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
-    from sketchwalk_jax import dispatch
-    from sketchwalk_jax.pallas_kernels import kernel_selection
+    from sketchwalk_jax.pallas_kernels import dispatch
+    from sketchwalk_jax.pallas_kernels.walk import api
 
     plgpu.kernel = _kernel
     dispatch.is_hopper = lambda: True
-    kernel_selection.walk_precision = lambda kernel_config: (
-        jax.lax.Precision.HIGHEST
-    )  # XLA's, on a CPU
+    api.walk_precision = lambda kernel_config: jax.lax.Precision.HIGHEST  # XLA's, on a CPU
 
 
 @contextmanager

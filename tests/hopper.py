@@ -335,8 +335,7 @@ def compiling_for(capability: str) -> Iterator[None]:
     """Mosaic GPU compiles for this capability; any device that is pretended it takes for 9.0."""
     from jax.experimental.mosaic.gpu import utils
 
-    from sketchwalk_jax import dispatch
-    from sketchwalk_jax.pallas_kernels import config
+    from sketchwalk_jax.pallas_kernels import config, dispatch
 
     major, minor = map(int, capability.split("."))
     has_kernels = float(capability) >= _LEAST_WITH_KERNELS

@@ -42,10 +42,10 @@ class LinearKernelCase:
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The products."""
-        from sketchwalk_jax.pallas_kernels.ampere_linear import ampere_linear
-        from sketchwalk_jax.pallas_kernels.linear import linear_kernel
+        from sketchwalk_jax.pallas_kernels.decode_matmul.decode_matmul import decode_matmul_kernel
+        from sketchwalk_jax.pallas_kernels.decode_matmul.hopper import hopper_decode_matmul_kernel
 
-        kernel = ampere_linear if self.is_wide else linear_kernel
+        kernel = decode_matmul_kernel if self.is_wide else hopper_decode_matmul_kernel
         of_rows = self.dtype if self.is_wide else "bfloat16"
 
         def multiply(x: Any, layer: Any, scale: Any, kernels: Any, weight_scales: Any) -> Any:
@@ -81,24 +81,26 @@ class GatedRowsCase:
 
     def __str__(self) -> str:
         """The name of the case."""
-        return f"gated rows {self.rows}x{self.columns}"
+        return f"float8 SwiGLU {self.rows}x{self.columns}"
 
     @property
     def threads(self) -> int:
         """Threads of a multiprocessor that the kernel counts on."""
-        from sketchwalk_jax.pallas_kernels import gated_rows
+        from sketchwalk_jax.pallas_kernels.decode_matmul import swiglu_quantize
 
-        return gated_rows._WARPGROUPS * 128
+        return swiglu_quantize._WARPGROUPS * 128
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The rows and their scales."""
-        from sketchwalk_jax.pallas_kernels.gated_rows import gated_rows_kernel
+        from sketchwalk_jax.pallas_kernels.decode_matmul.swiglu_quantize import (
+            swiglu_quantize_kernel,
+        )
 
         products = jax.ShapeDtypeStruct((self.rows, self.columns), jnp.bfloat16)
         of_rows, of_columns = (
             jax.ShapeDtypeStruct((size,), jnp.float32) for size in products.shape
         )
-        return gated_rows_kernel, (products, products, of_rows, of_columns, of_columns)
+        return swiglu_quantize_kernel, (products, products, of_rows, of_columns, of_columns)
 
 
 # The shapes of the table of code for GPUs from Ampere on: few rows and as many as there may be;

@@ -44,8 +44,9 @@ from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_param
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.quantized import gate_plainly
 from sketchwalk_jax.models.tensor_files import TensorFiles
-from sketchwalk_jax.models.transformer import KernelOfRows, rms_norm
+from sketchwalk_jax.models.transformer import rms_norm
 from sketchwalk_jax.models.weights import find_sources, read_shard
+from sketchwalk_jax.pallas_kernels.decode_matmul.api import DecodeMatmul
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
@@ -290,8 +291,8 @@ def check_products(axes: dict[str, int]) -> None:
         ]
 
     sharding.linear_of_rows = multiply
-    kernel = KernelOfRows(multiply, lambda *_, **__: None)
-    sharding.kernel_of_rows = lambda *, are_quantized: kernel
+    kernel = DecodeMatmul(multiply, lambda *_, **__: None, False)
+    sharding.choose_decode_matmul = lambda *, are_quantized: kernel
     width = c.num_heads * c.head_dim
     norms = {"attn": ("query", "key", "value"), "mlp": ("gate", "up")}
     groups = {names: layers[f"{norm}_norm"]["scale"] for norm, names in norms.items()}
@@ -321,7 +322,7 @@ def check_gated_rows(axes: dict[str, int]) -> None:
         asked.append(arrays[0].shape)
         return gate_plainly(*arrays)
 
-    sharding.gate_rows = gate
+    sharding.swiglu_quantize = gate
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = (4, 32, 64), (4, 32, 64), (4, 32), (64,), (64,)
     drawn = [jax.random.normal(*one) for one in zip(keys, shapes, strict=True)]

@@ -84,18 +84,22 @@ class PageLogitsCase:
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Sums of powers of the shares of pages."""
-        from sketchwalk_jax.pallas_kernels import block_scores as kernel
-        from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+        from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
+        from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
+            dequantize_kernel,
+        )
 
         kv_heads, rows = 2, max(1, kernel.TILE // self.per_row)
         interpret = kernel_config is not None and kernel_config.interpret
         where: dict[str, Any] = {"interpret": interpret}
 
         def score(query: Any, code: Any, step: Any, centre: Any, layer: Any, lengths: Any) -> Any:
-            key = block_residuals_kernel(code, step, layer=layer, lengths=lengths, **where)
+            key = dequantize_kernel(code, step, layer=layer, lengths=lengths, **where)
             own = where | {"first_row": lengths // 64, "per_row": self.per_row}
-            peaks = kernel.block_peaks_kernel(query, key, wanted=self.per_row, **own)
-            return kernel.block_scores_kernel(*peaks, query, centre, scale=0.1, exponent=8, **own)
+            peaks = kernel.hopper_max_logits_kernel(query, key, wanted=self.per_row, **own)
+            return kernel.hopper_page_scores_kernel(
+                *peaks, query, centre, scale=0.1, exponent=8, **own
+            )
 
         size = (1, self.blocks)
         shapes = [((1, kv_heads, rows * self.per_row, self.channels), jnp.bfloat16)]

@@ -50,7 +50,7 @@ class SelectionKernelCase:
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.select import select_blocks_kernel
+        from sketchwalk_jax.pallas_kernels.top_k.select import select_blocks_kernel
 
         sinks, local = self.forced
         select = functools.partial(
@@ -94,7 +94,7 @@ class BlockSumsCase:
 
     def program(self) -> Program:
         """The kernel as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
+        from sketchwalk_jax.pallas_kernels.walk.block_sums import block_sums_kernel
         from sketchwalk_jax.sketch import srht_matrix
 
         function = functools.partial(
@@ -122,7 +122,7 @@ class TokenSelectionCase:
 
     def program(self) -> Program:
         """The kernels as a function of arrays alone, and the shapes of these."""
-        from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
+        from sketchwalk_jax.pallas_kernels.walk.select_decode import select_token_kernel
 
         function = functools.partial(
             select_token_kernel,

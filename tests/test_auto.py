@@ -14,10 +14,11 @@ import pytest
 from tiny import MODEL, POLICIES, params, prompts
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import Auto, Dense, dispatch, generation
+from sketchwalk_jax import Auto, Dense, generation
 from sketchwalk_jax.auto import BreakEven, default_policy, read_break_evens
 from sketchwalk_jax.cli import main
 from sketchwalk_jax.language_model import LanguageModel
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig

@@ -9,17 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from sketchwalk_jax import (
-    Dense,
-    SketchWalkConfig,
-    calibration,
-    dispatch,
-    language_model,
-    make_generate,
-)
+from sketchwalk_jax import Dense, SketchWalkConfig, calibration, language_model, make_generate
 from sketchwalk_jax.cli import main, options
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.minference import MInferenceConfig
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig

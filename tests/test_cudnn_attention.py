@@ -14,8 +14,9 @@ import tiny
 from tolerances import tolerance
 from variants import slow_unless
 
-from sketchwalk_jax import Dense, dense_attention, dispatch, generate
+from sketchwalk_jax import Dense, dense_attention, generate
 from sketchwalk_jax.attention import cudnn
+from sketchwalk_jax.pallas_kernels import dispatch
 
 WHY_NOT_HERE = dispatch.why_not_cudnn(
     jax.ShapeDtypeStruct((1, 64, 4, 64), jnp.bfloat16), num_keys=64, has_offset=False

@@ -15,28 +15,28 @@ import jax.numpy as jnp
 import kernel_draws
 import numpy as np
 import pytest
-import test_ampere_prefill
+import test_attention_kernel
 from attention_cases import Decode
-from test_ampere_prefill import ON_GPU
+from test_attention_kernel import ON_GPU
 from test_kernels import NOT_FINITE, assert_attention
 from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import KernelConfig
-from sketchwalk_jax.pallas_kernels import block_sparse_decode as module
-from sketchwalk_jax.pallas_kernels.block_sparse_decode import (
-    block_sparse_decode_kernel,
+from sketchwalk_jax.pallas_kernels.config import num_multiprocessors
+from sketchwalk_jax.pallas_kernels.decode_attention import decode_attention as module
+from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
+    decode_attention_kernel,
     num_splits,
     sizes,
 )
-from sketchwalk_jax.pallas_kernels.config import num_multiprocessors
 
 CASES = [
     case
     for case in attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
     if case.op == "decode"
 ]
-on_some_gpu = test_ampere_prefill.on_some_gpu
-run = functools.partial(test_ampere_prefill.run, kernel=block_sparse_decode_kernel)
+on_some_gpu = test_attention_kernel.on_some_gpu
+run = functools.partial(test_attention_kernel.run, kernel=decode_attention_kernel)
 
 pytestmark = pytest.mark.interpreted
 
@@ -113,16 +113,14 @@ def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capf
 )
 def test_what_the_kernel_cannot_take_is_refused_in_words(changes, reason):
     case = Decode(heads=(2, 1), lengths=(64,), **changes)
-    function, shapes = case.program(block_sparse_decode_kernel)
+    function, shapes = case.program(decode_attention_kernel)
     with pytest.raises(ValueError, match=f"must fit the kernel: {reason}"):
         jax.eval_shape(function, *shapes)
 
 
 def test_a_derivative_is_refused_in_words():
     case = Decode(heads=(2, 1), lengths=(64,), head_dim=64)
-    function, _ = case.program(
-        block_sparse_decode_kernel, kernel_config=KernelConfig(interpret=True)
-    )
+    function, _ = case.program(decode_attention_kernel, kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):

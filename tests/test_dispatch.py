@@ -16,7 +16,6 @@ from sketchwalk_jax import (
     SketchWalkConfig,
     block_sparse_attention,
     block_sparse_decode,
-    dispatch,
     generate,
     init_cache,
     load,
@@ -24,9 +23,10 @@ from sketchwalk_jax import (
     save,
 )
 from sketchwalk_jax.cached_layer import LayerSettings
-from sketchwalk_jax.dispatch import choose_implementation
 from sketchwalk_jax.models.transformer import sums_of_rows
-from sketchwalk_jax.pallas_kernels import ampere_prefill
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.attention import attention
+from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
 from sketchwalk_jax.selection import full_selection
 
 REASONS = {
@@ -150,7 +150,7 @@ def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
         found = dispatch.row_kernels(None, on_one_device=True, what=what)
         assert (found is not None) == has_kernel
         assert dispatch.row_kernels(None, on_one_device=False, what=what) is None
-    assert (dispatch.selection_kernels(None, what="gated rows") is not None) == (
+    assert (dispatch.selection_kernels(None, what="float8 SwiGLU") is not None) == (
         capability == "9.0"
     )
 
@@ -218,13 +218,13 @@ def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
     token = jax.ShapeDtypeStruct((1, 1, 2, 64), jnp.bfloat16)
     own = jax.eval_shape(lambda: full_selection(jnp.array([[1]]), 2))
     arguments = {"prefill": (shape, shape, shape, lists), "decode": (token, shape, shape, own)}
-    for capability, kind in (("8.0", "ampere"), ("9.0", "block_sparse")):
-        wanted = {"prefill": f"{kind}_prefill", "decode": "block_sparse_decode"}
+    for capability, kernel in (("8.0", "attention_kernel"), ("9.0", "hopper_attention_kernel")):
+        wanted = {"prefill": kernel, "decode": "block_sparse_decode"}
         on(capability)
         for phase, function in itertools.product(arguments, (gradient, on_mesh)):
             jax.clear_caches()  # a process has one kind of GPU, but here
             text = str(jax.make_jaxpr(function)(*arguments[phase]))
-            found = set(re.findall(r"=((?:ampere|block_sparse)_(?:prefill|decode))", text))
+            found = set(re.findall(r"=(\w*attention_kernel|block_sparse_decode)\b", text))
             assert found == {wanted[phase]}, (capability, phase, function)
 
 
@@ -258,8 +258,8 @@ def test_a_model_reads_a_prompt_in_pieces_by_the_kernel_from_ampere_on(on, monke
         calls.append(arrays[0].shape)
         return kernel(*arrays, **options)
 
-    kernel = ampere_prefill.ampere_prefill
-    monkeypatch.setattr(ampere_prefill, "ampere_prefill", watched)
+    kernel = attention.attention_kernel
+    monkeypatch.setattr(attention, "attention_kernel", watched)
     on("8.6")
     model = dataclasses.replace(tiny.MODEL, num_layers=1)
     params, (tokens, lengths) = tiny.params(jnp.bfloat16, model), tiny.prompts(150, 70)

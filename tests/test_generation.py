@@ -13,7 +13,6 @@ from tolerances import tolerance
 
 from sketchwalk_jax import (
     Sampling,
-    dispatch,
     generate,
     generation,
     inference,
@@ -24,6 +23,7 @@ from sketchwalk_jax import (
 )
 from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.inference import decode_step, forward
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.base import Span
 
 # One shape for most tests, so that they share compiled programs.

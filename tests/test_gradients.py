@@ -21,10 +21,10 @@ from sketchwalk_jax import (
     block_sparse_attention,
     block_sparse_decode,
     dense_attention,
-    dispatch,
     sketchwalk_attention,
 )
-from sketchwalk_jax.pallas_kernels import block_sparse_prefill
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.attention import hopper
 from sketchwalk_jax.policies.streaming import StreamingConfig
 from sketchwalk_jax.selection import full_selection
 
@@ -217,7 +217,7 @@ def test_kernels_go_forward_and_gradients_are_the_same(case, monkeypatch):
         pytest.skip("before JAX 0.12 its interpreter cannot run the kernel")
     config = None if ON_GPU else KernelConfig(interpret=True)
     if config is not None:
-        monkeypatch.setattr(block_sparse_prefill, "num_multiprocessors", lambda: 2)
+        monkeypatch.setattr(hopper, "num_multiprocessors", lambda: 2)
     found = gradients(case, implementation="mosaic_gpu", kernel_config=config)
     for one, wanted in zip(found, expected(case), strict=True):
         np.testing.assert_allclose(

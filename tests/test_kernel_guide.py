@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sketchwalk_jax import KernelConfig, dispatch
+from sketchwalk_jax import KernelConfig
+from sketchwalk_jax.pallas_kernels import dispatch
 
 SIZE = 16
 # File of a block, as other blocks import it

@@ -19,17 +19,17 @@ from variants import INTERPRET, slow_unless
 from sketchwalk_jax import (
     KernelConfig,
     SketchWalkConfig,
-    dispatch,
     generate,
     init_walk,
     sketch,
     sketchwalk_attention,
 )
-from sketchwalk_jax.pallas_kernels import walk_row
-from sketchwalk_jax.pallas_kernels.block_sums import block_sums_kernel
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_POWER
-from sketchwalk_jax.pallas_kernels.select import ordered_keys, select_blocks_kernel
-from sketchwalk_jax.pallas_kernels.select_decode import select_token_kernel
+from sketchwalk_jax.pallas_kernels.top_k.select import ordered_keys, select_blocks_kernel
+from sketchwalk_jax.pallas_kernels.walk import walk_row
+from sketchwalk_jax.pallas_kernels.walk.block_sums import block_sums_kernel
+from sketchwalk_jax.pallas_kernels.walk.select_decode import select_token_kernel
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.selection import block_budget, select_blocks
 from sketchwalk_jax.walk import WalkState, walk_step

@@ -24,10 +24,10 @@ from sketchwalk_jax import (
     block_sparse_attention,
     block_sparse_decode,
     dense_attention,
-    dispatch,
 )
-from sketchwalk_jax.pallas_kernels import block_sparse_prefill as module
-from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.attention import hopper as module
+from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
 
 ON_GPU = dispatch.is_hopper() and not RUNS_COMPILED
 CONFIG = KernelConfig(interpret=True) if INTERPRET else None
@@ -58,7 +58,7 @@ def skip_unless_it_runs(op):
 
 @functools.cache
 def compiled(case):
-    function, shapes = case.program(block_sparse_prefill, kernel_config=CONFIG)
+    function, shapes = case.program(hopper_attention_kernel, kernel_config=CONFIG)
     return jax.jit(function), shapes
 
 
@@ -140,7 +140,7 @@ def test_lists_name_any_of_a_rows_own_pages(capfd):
 @pytest.mark.parametrize("row_size", [16, 32, 128])
 def test_rows_that_do_not_fit_lists_of_pages_are_refused(row_size):
     case = Pages(heads=(2, 1), lengths=(128,), row_size=row_size)
-    function, shapes = case.program(block_sparse_prefill)
+    function, shapes = case.program(hopper_attention_kernel)
     with pytest.raises(ValueError, match="row_size must fit the kernel: it takes a"):
         jax.eval_shape(function, *shapes)
 
@@ -195,7 +195,7 @@ def test_each_of_few_programs_takes_tile_after_tile(programs, head_dim, capfd, m
     skip_unless_it_runs("prefill")
     monkeypatch.setattr(module, "num_multiprocessors", lambda: programs)
     case = Prefill(heads=(4, 2), lengths=(200, 70), head_dim=head_dim)
-    function, _ = case.program(block_sparse_prefill, kernel_config=CONFIG)
+    function, _ = case.program(hopper_attention_kernel, kernel_config=CONFIG)
     arguments, mask = kernel_draws.draw_attention(case, 0)
     kernel_draws.poison(jax.eval_shape(function, *arguments))
     assert_attention(case, arguments, mask, jax.jit(function)(*arguments))
@@ -252,7 +252,7 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
 
 def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words():
     case = Prefill(heads=(2, 1), lengths=(64,), head_dim=64)
-    function, _ = case.program(block_sparse_prefill, kernel_config=KernelConfig(interpret=True))
+    function, _ = case.program(hopper_attention_kernel, kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):

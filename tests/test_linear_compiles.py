@@ -8,7 +8,7 @@ KEPT = (  # on every change, each way to multiply
     ("9.0", "linear in bfloat16, 32x8192 to 28672+28672"),
     ("9.0", "linear in float8_e4m3fn, 64x3584 to 18944+18944 with a norm"),
     ("9.0", "linear in int8, 1x4096 to 4096+1024+1024 with a norm"),
-    ("9.0", "gated rows 8192x28672"),
+    ("9.0", "float8 SwiGLU 8192x28672"),
     ("12.0", "linear in bfloat16, 32x8192 to 28672+28672"),
 )
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_ampere_linear
+import test_decode_matmul_kernel
 import tiny
 from test_kernels import CONFIG, ON_GPU
 from test_prompt_selection_kernels import KERNELS, SIZE
@@ -19,18 +19,13 @@ from test_token_selection_kernels import PAGE, PAGES, SCALE, draw_token, select_
 from tolerances import tolerance
 from variants import INTERPRET, RUNS_COMPILED
 
-from sketchwalk_jax import (
-    Dense,
-    SketchWalkConfig,
-    dispatch,
-    generate,
-    init_cache,
-    sketchwalk_attention,
-)
+from sketchwalk_jax import Dense, SketchWalkConfig, generate, init_cache, sketchwalk_attention
 from sketchwalk_jax.cached_layer import LayerSettings, Settings
 from sketchwalk_jax.inference import decode_step, prefill
 from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.models.params import init_params
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.decode_matmul import api
 from sketchwalk_jax.policies.quest import QuestConfig
 
 pytestmark = pytest.mark.interpreted
@@ -67,7 +62,7 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
     if ON_GPU:
         text = program.lower(params, tokens, implementation=None).as_text()
         assert "block_sparse_decode" in text
-        assert ("block_sparse_prefill" in text) == ("prefill" in GENERATION[name].phases)
+        assert ("hopper_attention_kernel" in text) == ("prefill" in GENERATION[name].phases)
         assert "mosaic_gpu" not in program.lower(params, tokens, implementation="xla").as_text()
     keys = program(params, tokens, implementation=None)
     wanted = program(params, tokens, implementation="xla")
@@ -145,7 +140,9 @@ def test_a_model_decodes_with_all_kernels_as_without(gpu, is_tied):
 @pytest.mark.slow
 @needs_kernels
 def test_attention_reads_the_pages_that_are_listed():
-    from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+    from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
+        decode_attention_kernel,
+    )
 
     shape = heads, kv_heads, head_dim, blocks = 4, 2, 64, 20
     queries, codes, walk, lengths = draw_token(*shape, "random", pages=PAGES, second=17 * SIZE + 21)
@@ -153,7 +150,7 @@ def test_attention_reads_the_pages_that_are_listed():
     rng = np.random.default_rng(1)
     size = (1, 4, blocks * SIZE, kv_heads, head_dim)
     key, value = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for _ in range(2))
-    found, _ = block_sparse_decode_kernel(
+    found, _ = decode_attention_kernel(
         queries,
         key,
         value,
@@ -207,14 +204,14 @@ def test_a_prompt_is_read_with_the_gating_kernel_as_without(monkeypatch):
 
     def gate(*arrays, kernel_config):
         asked.append(kernel_config)
-        return transformer.gate_rows(*arrays, kernel_config=KERNELS)
+        return api.swiglu_quantize(*arrays, kernel_config=KERNELS)
 
-    monkeypatch.setattr("sketchwalk_jax.cached_layer.gate_rows", gate)
+    monkeypatch.setattr("sketchwalk_jax.cached_layer.swiglu_quantize", gate)
     with_kernel = dispatch.row_kernels
     monkeypatch.setattr(
         "sketchwalk_jax.cached_layer.row_kernels",
         lambda *given, what, **options: (
-            KERNELS if what == "gated rows" else with_kernel(*given, what=what, **options)
+            KERNELS if what == "float8 SwiGLU" else with_kernel(*given, what=what, **options)
         ),
     )
     found = logits_of_prompt("xla", None)
@@ -228,9 +225,9 @@ def test_the_gating_kernel_runs_where_rows_are_whole(monkeypatch):
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: "9.0")
     monkeypatch.setattr(dispatch, "why_not_device", lambda what: None)
     options = {"model_config": NARROW, "policy": Dense()}
-    assert Settings(**options, on_one_device=True).gate_rows is not None
-    assert Settings(**options, on_one_device=False).gate_rows is None
-    assert Settings(**options, on_one_device=True, implementation="xla").gate_rows is None
+    assert Settings(**options, on_one_device=True).swiglu_quantize is not None
+    assert Settings(**options, on_one_device=False).swiglu_quantize is None
+    assert Settings(**options, on_one_device=True, implementation="xla").swiglu_quantize is None
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
@@ -239,7 +236,7 @@ def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, mon
     monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere" if weights else None)
     monkeypatch.setattr(dispatch, "is_gpu", lambda: True)
     settings = LayerSettings(policy=Dense(), on_one_device=True)
-    x, kernels, scale = test_ampere_linear.draw(3, 128, (64, 128), "bfloat16")
+    x, kernels, scale = test_decode_matmul_kernel.draw(3, 128, (64, 128), "bfloat16")
     params = {"layers": {"gate": {"kernel": kernels[0]}, "up": {"kernel": kernels[1]}}}
     layers = quantize_params(params, weights)["layers"] if weights else params["layers"]
     layers["norm"] = {"scale": scale}

@@ -168,8 +168,10 @@ def shares_of_pages(peaks, factor, query, codes, first_row, *, per_row, scale, e
 @functools.partial(jax.jit, static_argnames=("scale", "exponent"))
 def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
     """Runs the kernels on queries `[B I R N C]`: peaks, factors, queries and sums of shares."""
-    from sketchwalk_jax.pallas_kernels import block_scores as kernel
-    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
+    from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
+    from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
+        dequantize_kernel,
+    )
 
     batch, num_rows, count, heads, channels = queries.shape
     num_blocks, kv_heads = codes.centre.shape[1:3]
@@ -182,13 +184,11 @@ def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
     own = own.reshape(batch, kv_heads, -1, channels)
     where = {"interpret": KERNELS.interpret}
     stack = codes.as_layer().stack
-    key = block_residuals_kernel(
-        stack.code, stack.step, layer=jnp.int32(0), lengths=lengths, **where
-    )
+    key = dequantize_kernel(stack.code, stack.step, layer=jnp.int32(0), lengths=lengths, **where)
     where |= {"first_row": first_row, "per_row": per_row}
-    peaks, factor = kernel.block_peaks_kernel(own, key, wanted=wanted, **where)
+    peaks, factor = kernel.hopper_max_logits_kernel(own, key, wanted=wanted, **where)
     more = ((0, 0), (0, -num_blocks % kernel.STEP), (0, 0), (0, 0))
-    found = kernel.block_scores_kernel(
+    found = kernel.hopper_page_scores_kernel(
         peaks, factor, own, jnp.pad(codes.centre, more), scale=scale, exponent=exponent, **where
     )
     assert found.shape[2:] == (-(-per_row // 32), own.shape[2] // per_row, peaks.shape[2])
@@ -247,8 +247,10 @@ def test_what_the_kernels_do_not_take_goes_to_plain_jax(dtype, channels, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(3, 32), (2, 64)])
 def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
-    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
-    from sketchwalk_jax.pallas_kernels.eight_bits import place_of_key
+    from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
+        dequantize_kernel,
+    )
+    from sketchwalk_jax.pallas_kernels.page_scores.hopper_max_logits import place_of_key
 
     kv_heads, channels = size
     layers, layer, batch, blocks = 3, 1, 2, 5
@@ -260,7 +262,7 @@ def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
     step[:, 1, 3:] = block_codes.NO_KEY
     step = jnp.asarray(step, jnp.int8)
     lengths = jnp.array([blocks * SIZE - 3, 2 * SIZE + 1], jnp.int32)
-    found = block_residuals_kernel(
+    found = dequantize_kernel(
         code, step, layer=jnp.int32(layer), lengths=lengths, interpret=KERNELS.interpret
     )
     assert found.dtype == jnp.float8_e4m3fn
@@ -362,7 +364,7 @@ def test_a_prompt_is_selected_alike():
 
 def test_warpgroups_ask_for_no_more_registers_than_there_are():
     """Who asked for more would wait for it forever, on a GPU alone."""
-    from sketchwalk_jax.pallas_kernels import ops
+    from sketchwalk_jax.pallas_kernels.lib import ops
 
     with pytest.raises(ValueError, match="at most 480 registers, got 40 and 112"):
         ops.share_registers(40, 112, num_computing=4, is_loader=True)

@@ -17,7 +17,7 @@ from test_prompt_selection_kernels import KERNELS, SIZE, coded
 from variants import slow_unless
 
 from sketchwalk_jax import algorithm
-from sketchwalk_jax.pallas_kernels import kernel_selection
+from sketchwalk_jax.pallas_kernels.top_k import api
 from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.ranks import Heads
@@ -26,7 +26,7 @@ from sketchwalk_jax.precision import LARGEST_LOGIT
 from sketchwalk_jax.selection import block_budget
 from sketchwalk_jax.walk import WalkState
 
-token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.token_scores")
+token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.page_scores.token_scores")
 
 pytestmark = pytest.mark.interpreted
 
@@ -194,7 +194,7 @@ def page_budgets(columns):
 @functools.partial(jax.jit, static_argnames="exponent")
 def select_pages(queries, codes, walk, lengths, *, exponent=4, ranks=None):
     stack = codes.as_layer().stack
-    found = kernel_selection.select_token_by_evidence(
+    found = api.select_token_by_page_scores(
         queries,
         stack.code,
         stack.centre,
@@ -285,7 +285,7 @@ def test_pages_are_scored_and_listed(case):
 
 @pytest.mark.slow
 def test_pages_are_scored_by_many_programs_and_listed(monkeypatch):
-    from sketchwalk_jax.pallas_kernels import token_lists
+    from sketchwalk_jax.pallas_kernels.top_k import token_lists
 
     monkeypatch.setattr(token_lists, "_MOST_BYTES", 0)
     jax.clear_caches()
@@ -311,7 +311,7 @@ SPREAD_CASES = [
 
 def select_both_ways(select, monkeypatch):
     """Selects twice: one thread block adds up the heads, then many do."""
-    from sketchwalk_jax.pallas_kernels import token_lists
+    from sketchwalk_jax.pallas_kernels.top_k import token_lists
 
     found = []
     for most in (2**30, 0):
@@ -370,7 +370,7 @@ def test_long_caches_are_spread(tokens, batch, is_spread):
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [2**30, 0])
 def test_ranks_that_share_the_heads_list_the_pages_of_one_device(most, monkeypatch):
-    from sketchwalk_jax.pallas_kernels import token_lists
+    from sketchwalk_jax.pallas_kernels.top_k import token_lists
 
     monkeypatch.setattr(token_lists, "_MOST_BYTES", most)
     jax.clear_caches()
@@ -398,7 +398,7 @@ def test_ranks_that_share_the_heads_list_the_pages_of_one_device(most, monkeypat
 )
 def test_what_has_too_many_pages_is_not_taken(heads, blocks, pages):
     def select(query, code, centre, walk):
-        return kernel_selection.select_token_by_evidence(
+        return api.select_token_by_page_scores(
             query,
             code,
             centre,

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from variants import INTERPRET, slow_unless
 
-from sketchwalk_jax import KernelConfig, dispatch
+from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.cache import write_layer
-from sketchwalk_jax.pallas_kernels import kernel_selection
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.key_quantization import api
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
@@ -59,7 +60,7 @@ def test_a_token_is_written_as_in_plain_jax(case, capfd):
     @jax.jit
     def write(key, value, keys, values, layer):
         write = TokenWrite(value, keys, values, layer)
-        return kernel_selection.write_token(key, write, token_span(), kernel_config=KERNELS)
+        return api.write_token(key, write, token_span(), kernel_config=KERNELS)
 
     layer = jnp.asarray(1, jnp.int32)
     assert_equal(write(key, value, *caches, layer), write_plainly(key, value, *caches, layer))
@@ -94,4 +95,4 @@ def test_a_token_is_written_in_the_launch_that_codes_it(head_dim, capfd):
 def test_what_the_kernel_does_not_take_it_leaves(kv_heads, dtype):
     key, value, *caches = draw(kv_heads, 64)
     write = TokenWrite(value, *(x.astype(dtype) for x in caches), jnp.asarray(0, jnp.int32))
-    assert kernel_selection.write_token(key, write, token_span(), kernel_config=KERNELS) is None
+    assert api.write_token(key, write, token_span(), kernel_config=KERNELS) is None

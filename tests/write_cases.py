@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from cases import LAYER, NUM_LAYERS, Program
 
 from sketchwalk_jax import KernelConfig
-from sketchwalk_jax.pallas_kernels import kernel_selection
+from sketchwalk_jax.pallas_kernels.key_quantization import api
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
@@ -103,7 +103,7 @@ class TokenWriteCase:
                     key, codes, layer=layer, span=span, kernel_config=kernels, write=new
                 )
             else:
-                found = kernel_selection.write_token(key, new, span=span, kernel_config=kernels)
+                found = api.write_token(key, new, span=span, kernel_config=kernels)
             assert found is not None
             return found
 

@@ -22,12 +22,12 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import cudnn, differentiable
 from sketchwalk_jax.attention.xla import on_auto_axes
-from sketchwalk_jax.dispatch import (
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.dispatch import (
     FULL_BLOCK,
     choose_dense_implementation,
     choose_implementation,
 )
-from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.precision import default_scale
 from sketchwalk_jax.selection import BlockSelection, full_selection
 from sketchwalk_jax.validation import check_per_sequence, check_qkv, check_scale, explicit_axes

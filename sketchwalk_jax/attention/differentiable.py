@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax import dispatch
 from sketchwalk_jax.attention import xla
+from sketchwalk_jax.pallas_kernels.attention.api import prompt_kernel
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.selection import BlockSelection
 
@@ -152,22 +152,16 @@ def attend_lists(
             "return_lse": options.return_lse,
             "kernel_config": options.kernel_config,
         }
-        # Pallas takes long to import, and few callers need it. Without a GPU the interpreter runs
-        # Hopper's kernel of prompts.
         if first_block is None:
-            from sketchwalk_jax.pallas_kernels.block_sparse_decode import block_sparse_decode_kernel
+            # Pallas takes long to import, and few callers need it.
+            from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
+                decode_attention_kernel,
+            )
 
-            found: Any = block_sparse_decode_kernel(*arrays, **where)
+            found: Any = decode_attention_kernel(*arrays, **where)
         else:
             where |= {"row_size": selection.queries_per_row, "first_block": first_block}
-            if dispatch.kernels_here() == "ampere":
-                from sketchwalk_jax.pallas_kernels.ampere_prefill import ampere_prefill
-
-                found = ampere_prefill(*arrays, **where)
-            else:
-                from sketchwalk_jax.pallas_kernels.block_sparse_prefill import block_sparse_prefill
-
-                found = block_sparse_prefill(*arrays, **where)
+            found = prompt_kernel()(*arrays, **where)
         out, lse = xla.vary_alike(*found, like=query)  # a kernel's results vary over no axis
         return out, lse
     by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.dispatch import is_gpu
+from sketchwalk_jax.pallas_kernels.dispatch import is_gpu
 from sketchwalk_jax.precision import (
     FIRST_MAXIMUM,
     MASK_VALUE,

@@ -17,19 +17,19 @@ from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import field
-from sketchwalk_jax.dispatch import (
-    FULL_BLOCK,
-    choose_dense_implementation,
-    choose_implementation,
-    why_not_device,
-    why_not_mosaic_gpu,
-)
 from sketchwalk_jax.memory import num_bytes, show_bytes
 from sketchwalk_jax.models.checkpoint import saved_weights
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.models.plans import find_plan, stored_tensors
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES
+from sketchwalk_jax.pallas_kernels.dispatch import (
+    FULL_BLOCK,
+    choose_dense_implementation,
+    choose_implementation,
+    why_not_device,
+    why_not_mosaic_gpu,
+)
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers

@@ -33,7 +33,7 @@ from sketchwalk_jax.cached_layer import (
     write_and_observe,
 )
 from sketchwalk_jax.exchange import Exchange
-from sketchwalk_jax.layer import way_to_attend
+from sketchwalk_jax.layer import choose_attention
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
@@ -224,13 +224,13 @@ def _probe_attention(
         )
         keys, values, _ = exchange.attended(cache, tokens, layer)
         where: dict[str, Any] = {"layer": layer, "return_lse": True}
-        dense = way_to_attend(None, span, start, **where)(query, keys, values)
+        dense = choose_attention(None, span, start, **where)(query, keys, values)
         sums, read = None, None
         if is_sparse and span.phase not in policy.phases:
             sums = _zeros(batch=len(span.end))
         elif is_sparse:
             selection, walk = policy.select(query, keys, own, walk, layer=layer, span=span)
-            sparse = way_to_attend(selection, span, start, **where)(query, keys, values)
+            sparse = choose_attention(selection, span, start, **where)(query, keys, values)
             if span.is_token:
                 kv_heads, head_dim = keys.shape[3:]
                 shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)

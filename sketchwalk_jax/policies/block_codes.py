@@ -12,30 +12,25 @@ of a complete block never change, however the tokens came.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
-from sketchwalk_jax import dispatch
-from sketchwalk_jax.pallas_kernels import kernel_selection
-from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES, KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
+from sketchwalk_jax.pallas_kernels.page_scores.api import page_scores_of_kernels, takes_page_scores
 from sketchwalk_jax.policies.base import Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
 from sketchwalk_jax.pytree import register
+from sketchwalk_jax.scaled import ceil_log2, exact_power_of_two, to_float8
 
 LARGEST_CODE = 7
 # So that `step · code` is exact in float8_e4m3fn: at most 7 · 2^6 = 448, at least 2^-9.
 MIN_STEP, MAX_STEP = -9, 6
 # In the place of a step: no key of the block is finite.
 NO_KEY = -128
-_LARGEST_FLOAT8 = 448.0
-# Numbers that kernels keep between them, half a gigabyte of float16.
-_MOST_PEAKS = 2**28
 
 
 @runtime_checkable
@@ -172,7 +167,7 @@ class BlockCodes:
         signed = jnp.swapaxes(jax.lax.bitcast_convert_type(code, jnp.int8), 2, 3)
         low = jnp.right_shift(jnp.left_shift(signed, 4), 4)
         codes = jnp.concatenate([low, jnp.right_shift(signed, 4)], axis=-1)
-        scale = jnp.where(step == NO_KEY, jnp.nan, _power_of_two(step.astype(jnp.int32)))
+        scale = jnp.where(step == NO_KEY, jnp.nan, exact_power_of_two(step.astype(jnp.int32)))
         found = codes.astype(dtype) * scale.astype(dtype)[:, :, None]
         return found.reshape(found.shape[0], -1, *found.shape[3:])
 
@@ -224,9 +219,9 @@ def encode(
     centre = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0)
     centre = jax.lax.reduce_precision(centre, bits.nexp, bits.nmant)
     away = jnp.where(counts, x - centre[:, :, None], 0.0)
-    step = _ceil_log2(jnp.max(jnp.abs(away), axis=2) / LARGEST_CODE)
+    step = ceil_log2(jnp.max(jnp.abs(away), axis=2) / LARGEST_CODE)
     step = jnp.clip(step, MIN_STEP, MAX_STEP)
-    codes = jnp.round(away * _power_of_two(-step)[:, :, None])
+    codes = jnp.round(away * exact_power_of_two(-step)[:, :, None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
     low_part, high_part = jnp.split(codes, 2, axis=-1)
     packed = jnp.bitwise_or(jnp.left_shift(high_part, 4), jnp.bitwise_and(low_part, jnp.int8(15)))
@@ -240,55 +235,8 @@ def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
 
     `float8_e4m3fn(q · 2^-a) · 2^a` with the least `2^a` that brings no channel above 448.
     """
-    rounded, scale = _eight_bits(query)
+    rounded, scale = to_float8(query)
     return (rounded.astype(jnp.float32) * scale).astype(query.dtype)
-
-
-def _eight_bits(
-    query: Float[Array, "*axes C"], largest: float = _LARGEST_FLOAT8
-) -> tuple[Float[Array, "*axes C"], Float[Array, "*axes 1"]]:
-    """Both factors of `round_queries`: float8_e4m3fn, and the power of two, float32.
-
-    Args:
-      query: Queries.
-      largest: The largest number of one in eight bits: 448 times a power of two.
-    """
-    x = query.astype(jnp.float32)
-    shift = _ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest)
-    shift = jnp.clip(shift, -100, 100)
-    rounded = (x * _power_of_two(-shift)).astype(jnp.float8_e4m3fn)
-    # On GPUs XLA takes a number that is rounded and widened again for the number itself.
-    return jax.lax.optimization_barrier(rounded), _power_of_two(shift)
-
-
-def doubled_queries(
-    query: Float[Array, "B K M C"], *, per_row: int, wanted: int
-) -> tuple[Float[Array, "B K M C"], Float[Array, "B K M"]]:
-    """Queries as `ampere_peaks` takes them: float16, twice those in eight bits, and what they lack.
-
-    They are small enough that no sum of products with keys is above the largest float16.
-
-    Args:
-      query: Queries, row after row.
-      per_row: Queries of a row.
-      wanted: Those of them that count; of the others what they lack is NaN, and not a power of two.
-    """
-    from sketchwalk_jax.pallas_kernels.eight_bits import largest_of_query
-
-    rounded, factor = _eight_bits(query, largest_of_query(query.shape[-1]))
-    is_query = jnp.arange(query.shape[2], dtype=jnp.int32) % per_row < wanted
-    return 2.0 * rounded.astype(jnp.float16), jnp.where(is_query, factor[..., 0], jnp.nan)
-
-
-def _power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """`2^n`, exact, of `n` from -126 to 127; `exp2` is not on every backend."""
-    return jax.lax.bitcast_convert_type(jnp.left_shift(n + 127, 23), jnp.float32)
-
-
-def _ceil_log2(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
-    """The least `n` with `x <= 2^n`, of numbers that are not negative; of 0 a small one."""
-    mantissa, exponent = jnp.frexp(x)
-    return jnp.where(x == 0.0, -126, jnp.where(mantissa == 0.5, exponent - 1, exponent))
 
 
 def block_scores(
@@ -332,9 +280,8 @@ def block_scores(
     """
     if kernel_config is not None and isinstance(codes, BlockCodes | LayerCodes):
         of_layer = codes if isinstance(codes, LayerCodes) else codes.as_layer()
-        takes = kernel_selection.takes_block_scores
-        if takes(queries, block_size=of_layer.block_size, pages=pages):
-            return _scores_of_kernels(
+        if takes_page_scores(queries, block_size=of_layer.block_size, pages=pages):
+            return page_scores_of_kernels(
                 queries,
                 of_layer,
                 rows,
@@ -429,117 +376,3 @@ def _page_peaks(
     shape = (batch, kv_heads, num_queries, num_blocks * pages)
     nothing = jnp.full_like(queries, MASK_VALUE, jnp.float32, shape=shape)
     return jax.lax.fori_loop(0, -(-reach // step), visit, nothing)
-
-
-def _scores_of_kernels(
-    queries: Float[Array, "B I R N C"],
-    codes: LayerCodes,
-    rows: Int[Array, "B I"],
-    kv_lengths: Int[Array, "B"],
-    *,
-    scale: float,
-    exponent: int,
-    heads: Heads | None,
-    kernel_config: KernelConfig,
-) -> Float[Array, "B I P"]:
-    """`block_scores` by kernels, which have one axis for rows and queries."""
-    from sketchwalk_jax.pallas_kernels.block_scores import STEP, TILE, queries_per_row
-
-    is_ampere = dispatch.kernels_here() == "ampere"
-    batch, num_rows, count, num_heads, channels = queries.shape
-    num_blocks, kv_heads = codes.stack.centre.shape[2:4]
-    wanted = count * num_heads // kv_heads
-    per_row = queries_per_row(wanted)
-    # Rows at a time: a multiple of what fills a program, and as many as the memory says.
-    room = num_blocks if is_ampere else -(-num_blocks // STEP) * STEP
-    least = TILE // math.gcd(TILE, per_row)
-    most = _MOST_PEAKS // (batch * kv_heads * room * SCORED_PAGES * per_row)
-    tile = min(max(least, most // least * least), -(-num_rows // least) * least)
-    more_rows = -num_rows % tile
-    grouped = queries.reshape(batch, num_rows, count, kv_heads, -1, channels)
-    grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
-    padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
-    grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
-    score_tile = (_ampere_scores if is_ampere else _hopper_scores)(
-        codes,
-        kv_lengths,
-        wanted=wanted,
-        per_row=per_row,
-        scale=scale,
-        exponent=exponent,
-        interpret=kernel_config.interpret,
-    )
-
-    def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
-        index, own = part
-        found = score_tile(own, rows[:, 0] + index * tile)
-        found = found[..., : num_blocks * SCORED_PAGES]
-        if heads is not None:
-            found = heads.gather(found, axis=1)
-        return jnp.sum(found, axis=(1, 2))
-
-    parts = jnp.moveaxis(grouped, 2, 0)
-    found = jax.lax.map(score, (jnp.arange(len(parts), dtype=jnp.int32), parts))
-    found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * SCORED_PAGES)[:, :num_rows]
-    page = jnp.arange(num_blocks * SCORED_PAGES, dtype=jnp.int32)[None, None]
-    is_before = page < (rows[..., None] + 1) * SCORED_PAGES
-    return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
-
-
-def _hopper_scores(
-    codes: LayerCodes,
-    kv_lengths: Int[Array, "B"],
-    *,
-    wanted: int,
-    per_row: int,
-    scale: float,
-    exponent: int,
-    interpret: bool,
-) -> Callable[..., Float[Array, "B K parts Q P"]]:
-    """Scores of queries `[B K M C]` from their first row on, before the norm, on Hopper."""
-    from sketchwalk_jax.pallas_kernels import block_scores as kernel
-    from sketchwalk_jax.pallas_kernels.block_residuals import block_residuals_kernel
-
-    stack, layer = codes.stack, codes.layer
-    beside = block_residuals_kernel(
-        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=interpret
-    )
-    own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
-    more = -own_centre.shape[1] % kernel.STEP
-    centre = jnp.pad(own_centre, ((0, 0), (0, more), (0, 0), (0, 0)))
-
-    def score(own: Array, first_row: Array) -> Array:
-        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
-        peaks, factor = kernel.block_peaks_kernel(own, beside, wanted=wanted, **where)
-        return kernel.block_scores_kernel(
-            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
-        )
-
-    return score
-
-
-def _ampere_scores(
-    codes: LayerCodes,
-    kv_lengths: Int[Array, "B"],
-    *,
-    wanted: int,
-    per_row: int,
-    scale: float,
-    exponent: int,
-    interpret: bool,
-) -> Callable[..., Float[Array, "B K parts Q P"]]:
-    """`_hopper_scores` on GPUs from Ampere on."""
-    from sketchwalk_jax.pallas_kernels.ampere_peaks import ampere_peaks
-    from sketchwalk_jax.pallas_kernels.ampere_scores import ampere_scores
-
-    stack, layer = codes.stack, codes.layer
-    centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
-
-    def score(own: Array, first_row: Array) -> Array:
-        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
-        twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
-        given = (stack.code, stack.step)
-        peaks = ampere_peaks(twice, *given, layer=layer, lengths=kv_lengths, **where)
-        return ampere_scores(peaks, factor, own, centre, scale=scale, exponent=exponent, **where)
-
-    return score

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax import dispatch
-from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.key_quantization import api as key_quantization
+from sketchwalk_jax.pallas_kernels.page_scores import api as page_scores
+from sketchwalk_jax.pallas_kernels.top_k import api as top_k
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, ScorePolicy, Span, TokenWrite, take_layer
 from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCodes, block_scores
@@ -354,7 +355,7 @@ class RecommendedConfig(ScorePolicy):
         if kernel_config is None or not isinstance(statistics, LayerCodes):
             return None
         stack = statistics.stack
-        return kernel_selection.select_token_by_evidence(
+        return top_k.select_token_by_page_scores(
             query,
             stack.code,
             stack.centre,
@@ -409,10 +410,7 @@ class RecommendedConfig(ScorePolicy):
         sizes, found = {"count": count, "block_size": self.block_size}, None
         kernel_config = self._of_slow(kernel_config, head_dim)
         if kernel_config is not None:
-            by_warp = dispatch.kernels_here() == "ampere"
-            found = kernel_selection.representatives(
-                query, valid, **sizes, by_warp=by_warp, kernel_config=kernel_config
-            )
+            found = page_scores.representatives(query, valid, **sizes, kernel_config=kernel_config)
         if found is None:
             query = query[..., self.channels(head_dim)]
             found = representative_queries(query, valid, **sizes)
@@ -517,9 +515,7 @@ class RecommendedConfig(ScorePolicy):
         )
         lists = None
         if kernel_config is not None:
-            lists = kernel_selection.select_blocks(
-                evidence, last, counts, **rule, kernel_config=kernel_config
-            )
+            lists = top_k.select_blocks(evidence, last, counts, **rule, kernel_config=kernel_config)
         return lists or select_blocks(evidence, last, counts, **rule)
 
 
@@ -548,7 +544,7 @@ class CodesInPlace:
         if kernel_config is None or not isinstance(statistics, BlockCodes):
             return None
         codes = statistics.code, statistics.centre, statistics.step, statistics.unfinished
-        found = kernel_selection.block_codes(
+        found = key_quantization.block_codes(
             codes, key, span, layer=layer, write=write, kernel_config=kernel_config
         )
         return None if found is None else (BlockCodes(*found[:4]), *found[4:])

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels import kernel_selection
 from sketchwalk_jax.pallas_kernels.config import MAX_POWER, KernelConfig
+from sketchwalk_jax.pallas_kernels.top_k import api as top_k
+from sketchwalk_jax.pallas_kernels.walk import api as walk_kernels
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
@@ -219,7 +220,7 @@ class SketchWalkConfig(Policy):
         size = min(self.block_size, valid.shape[1])  # 1 in decode: a token is its own sum
         new = None
         if kernel_config is not None:
-            new = kernel_selection.sketch_sums(
+            new = walk_kernels.sketch_sums(
                 query, key, valid, omega=omega, block_size=size, kernel_config=kernel_config
             )
         if new is None:
@@ -278,7 +279,7 @@ class SketchWalkConfig(Policy):
         """Algorithm 2: the mean over heads of the token's query represents the row of its block."""
         omega = self._omega(query)
         if kernel_config is not None:
-            selected = kernel_selection.select_token(
+            selected = walk_kernels.select_token(
                 query,
                 sums.query,
                 sums.key,
@@ -310,13 +311,13 @@ class SketchWalkConfig(Policy):
     ) -> tuple[BlockSelection, WalkState]:
         """Algorithm 1 steps 6-7."""
         num_blocks, budget = scores.shape[-1], self.budget(scores.shape[-1])
-        precision = kernel_selection.walk_precision(kernel_config)
+        precision = walk_kernels.walk_precision(kernel_config)
         selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
         counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
         lists = dict(self._list_rule, max_count=int(budget[-1]))
         selection = None
         if kernel_config is not None:
-            selection = kernel_selection.select_blocks(
+            selection = top_k.select_blocks(
                 selecting, rows, counts, **lists, kernel_config=kernel_config
             )
         return selection or select_blocks(selecting, rows, counts, **lists), walk

@@ -1,0 +1,1 @@
+"""Attention of query blocks over page indices."""

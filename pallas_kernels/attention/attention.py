@@ -1,0 +1,570 @@
+"""Attention of query blocks over page indices on NVIDIA GPUs from Ampere on.
+
+A program has one tile: 64 queries in up to two query heads that share their keys and their list.
+Its one warpgroup copies the listed keys and values, 64 or 32 of them a step, into shared memory
+(`cp.async`), and multiplies with the tensor cores' instructions of a warp (`mma.sync`). Each of its
+four warps has 16 queries of each head, so that what it reads of keys and values serves both. As
+many programs as fit in a multiprocessor hide each other's waits; the long tiles start first.
+
+Steps run from the end of a list to its beginning, in pages of 16 keys, four of which are a block:
+
+    S = Q Kᵀ                                    [queries, keys]
+    m' = max(m, S over keys),  P = 2^(c S - c m'),  c = scale · log2(e)
+    O = O 2^(c m - c m') + P V                  [queries, features]
+
+Copies are groups, those of keys and of values in turn. With `stages` slots for each, step `i`
+
+    waits for the keys of step i             all warps are done with the values of step i - 1
+    starts to copy the values of step i + stages - 1 into their slot, computes S
+    waits for the values of step i           all warps are done with the keys of step i
+    starts to copy the keys of step i + stages into their slot, computes P and adds P V
+
+so that each wait leaves `2 (stages - 1)` groups in flight. Keys that no query of the tile sees,
+because they lie beyond the sequence or the tile, or because a list's last step lacks pages, become
+zeros as they are copied, and are not read.
+
+Only steps with keys of the tile's own block, or that lack pages, need a mask. A weight of 0 does
+not erase NaN, and queries may not know of a later value that is NaN: there, values from the first
+on that is not finite become zeros, and queries that see that one have a denominator of NaN.
+
+A query reads, of each listed block of 64 keys, 2 H bytes in each head, as on Hopper.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels.attention.hopper import check_arguments, with_whole_heads
+from sketchwalk_jax.pallas_kernels.config import (
+    KernelConfig,
+    default_kernel_config,
+    shared_memory,
+    without_derivative,
+)
+from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mma_sync import PAGE
+from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
+
+_QUERIES = 64  # of a tile
+# Keys of a step and slots of each, the best first. Two programs of a multiprocessor, which is what
+# the registers of the largest tiles allow, must fit in its shared memory. Scores of 64 keys for
+# the largest tiles would not fit in the registers.
+_SIZES = ((64, 2), (64, 1), (32, 2), (32, 1))
+_MOST_SUMS = 64 * 128  # of a tile with steps of 64 keys
+_PROGRAMS = 2
+_PLACES = 6  # integers that say where a program is
+_RESERVED = 1024  # bytes of shared memory that each program costs beside its own
+_SCRATCH = 1024  # and of its own, at most, beside queries, keys and values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tiling:
+    """What is static about a call.
+
+    Attributes:
+      batch: Sequences.
+      tiles: Tiles of 64 queries in a sequence.
+      heads: Query heads.
+      kv_heads: Key/value heads.
+      head_dim: Features per head, 64 or 128.
+      lists: Lists per row: 1, `kv_heads` or `heads`.
+      subblocks: Tiles of a row of lists.
+      entry: Pages of an entry of a list.
+      keys: Keys of a step.
+      stages: Slots of keys, and of values.
+      exponent: Factor of the scores in powers of 2.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    batch: int
+    tiles: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lists: int
+    subblocks: int
+    entry: int
+    keys: int
+    stages: int
+    exponent: float
+    interpret: bool
+
+    @property
+    def pages(self) -> int:
+        """Pages of a step."""
+        return self.keys // PAGE
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def together(self) -> int:
+        """Heads of a tile; they need one list and the same keys."""
+        return 1 if self.group == 1 or self.lists == self.heads else 2
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile in all its heads."""
+        return self.together * _QUERIES
+
+    @property
+    def head_pairs(self) -> int:
+        """Tiles that the heads of a group need for the same queries."""
+        return -(-self.group // self.together)
+
+    @property
+    def programs(self) -> int:
+        """Programs, each of which has one tile."""
+        return self.batch * self.tiles * self.kv_heads * self.head_pairs
+
+    def tile(self, program: Any) -> "_Tile":
+        """A program's tile: late rows first, whose lists are long, and head after head."""
+        place, pair = _divide(program, self.head_pairs)
+        place, batch = _divide(place, self.batch)
+        kv_head, row = _divide(place, self.tiles)
+        return _Tile(self, self.tiles - 1 - row, batch, kv_head, pair)
+
+
+def _divide(x: Any, divisor: int) -> tuple[Any, Any]:
+    if divisor == 1:
+        return x, 0
+    return jax.lax.div(x, divisor), jax.lax.rem(x, divisor)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """Arrays in global memory, as the kernel gets them, then shared memory.
+
+    Attributes:
+      query, key, value, ids, counts, layer, first_block, kv_lengths: The kernel's arguments.
+      out: Output `[B, T, N, H]`.
+      out_lse: Log-sum-exp `[B, N, T]`, or `None` where it is not wanted.
+      queries: `[rows, H]`, and the output in the end.
+      keys: `[stages, keys, H]`.
+      values: `[stages, keys, H]`.
+      words: Integers, in one piece: each takes 1024 bytes of shared memory. First which tile it is
+        (row, sequence, key/value head and heads of the group), where it starts and its sequence
+        ends: what the mask and the end alone need would take registers all along. Then one for
+        each warp.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    ids: Any
+    counts: Any
+    layer: Any
+    first_block: Any
+    kv_lengths: Any
+    out: Any
+    out_lse: Any
+    queries: Any
+    keys: Any
+    values: Any
+    words: Any
+
+
+def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
+    """Shared memory of a program, named as in `_Refs`."""
+    slots = (tiling.stages, tiling.keys, tiling.head_dim)
+    return {
+        "queries": ops.tiled((tiling.rows, tiling.head_dim), dtype),
+        "keys": ops.tiled(slots, dtype),
+        "values": ops.tiled(slots, dtype),
+        "words": plgpu.SMEM((_PLACES + row_ops.WARPS,), jnp.int32),
+    }
+
+
+def sizes(rows: int, head_dim: int, memory: int) -> tuple[int, int]:
+    """Keys of a step and slots of each, for so many bytes of a multiprocessor's shared memory."""
+
+    def fits(keys: int, stages: int) -> bool:
+        own = 2 * head_dim * (rows + 2 * stages * keys)
+        if keys == 64 and rows * head_dim > _MOST_SUMS:
+            return False
+        return _PROGRAMS * (own + _SCRATCH + _RESERVED) <= memory
+
+    return next((x for x in _SIZES if fits(*x)), _SIZES[-1])
+
+
+class _Softmax(NamedTuple):
+    """The running maximum of each query's scores, and the sum of its weights."""
+
+    maximum: Any
+    denominator: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """64 queries of one sequence, in the heads that one program takes.
+
+    Attributes:
+      tiling: The call's.
+      row: Tile index within the sequence.
+      batch: Sequence.
+      kv_head: Key/value head.
+      pair: Which heads of the group.
+    """
+
+    tiling: _Tiling
+    row: Any
+    batch: Any
+    kv_head: Any
+    pair: Any
+
+    def head(self, index: int) -> Any:
+        """Query head of an index in the tile; beyond the group's end once more its last one."""
+        member = jnp.minimum(self.pair * self.tiling.together + index, self.tiling.group - 1)
+        return self.kv_head * self.tiling.group + member
+
+    def has_head(self, index: int) -> Any:
+        """Whether the tile has a head of its own of this index."""
+        return self.pair * self.tiling.together + index < self.tiling.group
+
+    @property
+    def list(self) -> Any:
+        """Index of its list among those of a row."""
+        if self.tiling.lists == 1:
+            return 0
+        return self.kv_head if self.tiling.lists == self.tiling.kv_heads else self.head(0)
+
+
+class _Pages(NamedTuple):
+    """The pages of a step.
+
+    Attributes:
+      indices: The page of each place, or some page if the list has none for it.
+      is_there: Whether the list has one.
+    """
+
+    indices: tuple[Any, ...]
+    is_there: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """What one program does.
+
+    Attributes:
+      tiling: The call's.
+      refs: Its arrays.
+      tile: Its tile.
+      count: Pages in its list; 0 where the tile lies beyond the sequence.
+      start: Position of its first query.
+      length: Keys in the sequence.
+      layer: Layer of the cache.
+    """
+
+    tiling: _Tiling
+    refs: _Refs
+    tile: _Tile
+    count: Any
+    start: Any
+    length: Any
+    layer: Any
+
+    @property
+    def steps(self) -> Any:
+        """Steps of its list."""
+        return jax.lax.div(self.count + self.tiling.pages - 1, self.tiling.pages)
+
+    @property
+    def query(self) -> Array:
+        """The place in the tile of each row's query."""
+        rows = plgpu.broadcasted_iota(jnp.int32, (self.tiling.rows,), 0, layout=ops.BY_ROW)
+        return rows & (_QUERIES - 1)
+
+    def attend(self) -> None:
+        """All steps, and the division."""
+        tiling, refs = self.tiling, self.refs
+        tokens = range(0, _QUERIES, PAGE)
+        for index in range(tiling.together):
+            rows = _rows(self.tile.row * _QUERIES)
+            source = refs.query.at[self.tile.batch, rows, self.tile.head(index)]
+            target = refs.queries.at[_rows(index * _QUERIES)]
+            self._copy(source, target, list(tokens), [PAGE] * len(tokens))
+        for step in range(tiling.stages):
+            self._copy_keys(self._pages(step), step)
+            if step + 1 < tiling.stages:
+                self._copy_values(self._pages(step), step)
+        maximum = ops.full((tiling.rows,), FIRST_MAXIMUM, ops.BY_ROW)
+        state = _Softmax(maximum, ops.full((tiling.rows,), 0.0, ops.BY_ROW))
+        sums = ops.full((tiling.rows, tiling.head_dim), 0.0)
+        (maximum, denominator), sums = jax.lax.fori_loop(0, self.steps, self._step, (state, sums))
+        is_empty = denominator == 0.0
+        safe = jnp.where(is_empty, 1.0, denominator)
+        lse = (maximum * tiling.exponent + jnp.log2(safe)) * math.log(2.0)
+        out = sums * ops.spread(1.0 / safe, sums.shape, 0)
+        self._write(out, jnp.where(is_empty, -jnp.inf, lse))
+
+    def write_zeros(self) -> None:
+        """Writes the output of a tile without keys."""
+        zeros = ops.full((self.tiling.rows, self.tiling.head_dim), 0.0)
+        self._write(zeros, ops.full((self.tiling.rows,), -jnp.inf, ops.BY_ROW))
+
+    def _step(self, index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        tiling, refs = self.tiling, self.refs
+        state, sums = carry
+        slot = self._slot(index)
+        coming = index + tiling.stages - 1
+        # Read before the wait. Those of values were read for keys before, and are near.
+        pages, later = self._pages(coming), self._pages(coming + 1)
+        own = pages if tiling.stages == 1 else self._pages(index)
+        self._wait()
+        self._copy_values(pages, coming)
+        scores = mma_sync.multiply_keys(
+            refs.queries, refs.keys.at[slot], interpret=tiling.interpret
+        )
+        self._wait()
+        self._copy_keys(later, coming + 1)
+        # The last page of a step is the latest one.
+        is_masked = ~own.is_there[0] | (own.indices[-1] * PAGE >= self.start)
+
+        def masked(scores: Any) -> tuple[Any, Any]:
+            start, length = refs.words[4], refs.words[5]
+            places = [
+                jnp.where(there, page * PAGE - start, -1) for page, there in zip(*own, strict=True)
+            ]
+            bad = mma_sync.clear_from_bad(
+                refs.values.at[slot],
+                places,
+                refs.words.at[pl.ds(_PLACES, row_ops.WARPS)],
+                interpret=tiling.interpret,
+            )
+            return _mask(scores, own, start, length), bad
+
+        def plain(scores: Any) -> tuple[Any, Any]:
+            return scores, jnp.int32(mma_sync.NOBODY)
+
+        scores, bad = jax.lax.cond(is_masked, masked, plain, scores)
+        weights, decay, state = self._soften(scores, state)
+        state = state._replace(denominator=jnp.where(self.query < bad, state.denominator, jnp.nan))
+        sums = sums * ops.spread(decay, sums.shape, 0)
+        sums = mma_sync.add_values(
+            sums,
+            weights.astype(refs.values.dtype),
+            refs.values.at[slot],
+            interpret=tiling.interpret,
+        )
+        return state, sums
+
+    def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
+        """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
+        factor = self.tiling.exponent
+        maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1))
+        decay = jnp.exp2((state.maximum - maximum) * factor)
+        weights = jnp.exp2(scores * factor - ops.spread(maximum * factor, scores.shape, 0))
+        denominator = state.denominator * decay + jnp.sum(weights, axis=1)
+        return weights, decay, _Softmax(maximum, denominator)
+
+    def _slot(self, step: Any) -> Any:
+        return 0 if self.tiling.stages == 1 else jax.lax.rem(step, self.tiling.stages)
+
+    def _pages(self, step: Any) -> _Pages:
+        """The pages of a step, of which the first has the last ones of the list."""
+        tiling = self.tiling
+        first = self.count - tiling.pages * (step + 1)
+        entries = [first + place for place in range(tiling.pages)]
+        row = jax.lax.div(self.tile.row, tiling.subblocks)
+        indices = []
+        # Pages of one block lie side by side, and no step divides one but where it is smaller.
+        per_read = min(tiling.entry, tiling.pages)
+        for place in range(0, tiling.pages, per_read):
+            entry, rest = _divide(jnp.maximum(entries[place], 0), tiling.entry)
+            page = self.refs.ids[self.tile.batch, self.tile.list, row, entry] * tiling.entry + rest
+            indices += [page + index for index in range(per_read)]
+        return _Pages(tuple(indices), tuple(entry >= 0 for entry in entries))
+
+    def _wait(self) -> None:
+        """Until the copies of the next group have come, in all warps."""
+        interpret = self.tiling.interpret
+        mma_sync.wait_copies(2 * (self.tiling.stages - 1), interpret=interpret)
+        row_ops.barrier(interpret=interpret)
+
+    def _copy_keys(self, pages: _Pages, step: Any) -> None:
+        self._copy_step(self.refs.key, self.refs.keys, pages, step)
+
+    def _copy_values(self, pages: _Pages, step: Any) -> None:
+        self._copy_step(self.refs.value, self.refs.values, pages, step)
+
+    def _copy_step(self, source: Any, target: Any, pages: _Pages, step: Any) -> None:
+        """Starts a group of copies, which is empty beyond the last step."""
+        tile, end = self.tile, jnp.minimum(self.length, self.start + _QUERIES)
+
+        @pl.when(step < self.steps)
+        def _() -> None:
+            self._copy(
+                source.at[self.layer, tile.batch, :, tile.kv_head],
+                target.at[self._slot(step)],
+                [page * PAGE for page in pages.indices],
+                [jnp.where(x, end - page * PAGE, 0) for page, x in zip(*pages, strict=True)],
+            )
+
+        mma_sync.commit_copies(interpret=self.tiling.interpret)
+
+    def _copy(self, *arguments: Any) -> None:
+        mma_sync.copy_pages(*arguments, interpret=self.tiling.interpret)
+
+    def _write(self, out: Any, lse: Any) -> None:
+        refs, interpret = self.refs, self.tiling.interpret
+        mma_sync.wait_copies(0, interpret=interpret)
+        row_ops.barrier(interpret=interpret)  # the queries are needed no more
+        ops.write(refs.queries, out.astype(refs.queries.dtype))
+        row_ops.barrier(interpret=interpret)
+        tile = _Tile(self.tiling, *(refs.words[index] for index in range(4)))
+        rows = _rows(tile.row * _QUERIES)
+        for index in range(self.tiling.together):
+            options = {"interpret": interpret}
+            place = (index * _QUERIES, tile.has_head(index))
+            head = tile.head(index)
+            target = refs.out.at[tile.batch, rows, head]
+            mma_sync.write_rows(refs.queries, target, *place, **options)
+            if refs.out_lse is not None:
+                target = refs.out_lse.at[tile.batch, head, rows]
+                mma_sync.write_vector(lse, target, *place, **options)
+
+
+def _mask(scores: Any, pages: _Pages, start: Any, length: Any) -> Any:
+    """Hides keys after their query or beyond the sequence, and pages that the list lacks."""
+    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). Without its own part what is left of
+    # them is known here, and so is in which page each of them is.
+    column = ops.matrix_index(scores.shape, 1)
+    own = column & 6
+    column = column & ~6
+    query = ops.matrix_index(scores.shape, 0) & (_QUERIES - 1)
+    last = jnp.minimum(start + query, length - 1)
+    reach = jnp.full_like(column, -1)
+    for place, (page, there) in enumerate(zip(*pages, strict=True)):
+        visible = jnp.where(there, last - page * PAGE, -1)
+        reach = jnp.where(column < place * PAGE, reach, visible + place * PAGE)
+    return jnp.where(column <= reach - own, scores, MASK_VALUE)
+
+
+def _rows(first: Any) -> Any:
+    return pl.ds(first, _QUERIES)
+
+
+def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
+    """One program."""
+    num_arrays = len(dataclasses.fields(_Refs)) - len(scratch)
+    no_lse = [None] * (num_arrays - len(arrays))
+    refs = _Refs(*arrays, *no_lse, **scratch)
+    tile = tiling.tile(jax.lax.axis_index("program"))
+    start = (refs.first_block[tile.batch] * tiling.subblocks + tile.row) * _QUERIES
+    length = refs.kv_lengths[tile.batch]
+    entries = refs.counts[tile.batch, tile.list, jax.lax.div(tile.row, tiling.subblocks)]
+    count = jnp.where(start < length, entries * tiling.entry, 0)
+    for index, x in enumerate((tile.row, tile.batch, tile.kv_head, tile.pair, start, length)):
+        refs.words[index] = jnp.int32(x)
+    attention = _Attention(tiling, refs, tile, count, start, length, refs.layer[0])
+
+    @pl.when(count > 0)
+    def _() -> None:
+        attention.attend()
+
+    @pl.when(count == 0)
+    def _() -> None:
+        attention.write_zeros()
+
+
+def attention_kernel(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "L B S K H"],
+    value: Float[Array, "L B S K H"],
+    ids: Int[Array, "B M I P"],
+    counts: Int[Array, "B M I"],
+    *,
+    layer: Int[Array, ""] | int,
+    first_block: Int[Array, "B"],
+    kv_lengths: Int[Array, "B"],
+    scale: float,
+    block_size: int = 64,
+    row_size: int | None = None,
+    return_lse: bool = False,
+    kernel_config: KernelConfig | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
+    """Causal attention of each query block over its list of key blocks.
+
+    It takes and returns what `hopper.hopper_attention_kernel` does, on any NVIDIA GPU of compute
+    capability 8.0 or higher.
+
+    Args:
+      query: Queries on row boundaries, bfloat16 or float16, with a head_dim up to 128.
+      key: Stacked cache of keys; `S` is a multiple of the block size.
+      value: Values, shaped like `key`.
+      ids: Lists for all heads (`M = 1`), each key/value head, or each query head.
+      counts: Blocks in each list; what follows in `ids` is never read.
+      layer: Layer of the cache.
+      first_block: Row of each sequence's first query, counted from position 0.
+      kv_lengths: Keys present in each sequence; later ones may hold anything.
+      scale: Factor of the scores, greater than 0.
+      block_size: Keys per entry of a list: 64, 128, or the 16 of a page.
+      row_size: Queries per row of lists: `block_size` if left out, which pages do not take.
+      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
+      kernel_config: Sizes; the result does not depend on them beyond rounding.
+
+    Returns:
+      The output, and with `return_lse` the float32 log-sum-exp, else `None`.
+
+    Raises:
+      ValueError: If the kernel cannot take these arguments.
+      NotImplementedError: If a derivative is taken.
+    """
+    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
+    row_size = block_size if row_size is None else row_size
+    check_arguments(query, key, scale, block_size, row_size)
+    head_dim = query.shape[-1]
+    query, key, value, index = with_whole_heads(query, key, value, layer)
+    padded = query.shape[-1]
+    tiling = _Tiling(
+        batch=query.shape[0],
+        tiles=query.shape[1] // _QUERIES,
+        heads=query.shape[2],
+        kv_heads=key.shape[3],
+        head_dim=padded,
+        lists=ids.shape[1],
+        subblocks=row_size // _QUERIES,
+        entry=block_size // PAGE,
+        keys=_SIZES[0][0],
+        stages=1,
+        exponent=scale * math.log2(math.e),
+        interpret=kernel_config.interpret,
+    )
+    keys, stages = sizes(tiling.rows, padded, shared_memory())
+    tiling = dataclasses.replace(tiling, keys=keys, stages=stages)
+    out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
+    if return_lse:
+        shape = (query.shape[0], query.shape[2], query.shape[1])
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    kernel = ops.kernel(
+        functools.partial(_attend, tiling=tiling),
+        out_type=out_type,
+        scratch_types=_scratch(tiling, query.dtype),
+        grid=(tiling.programs,),
+        grid_names=("program",),
+        # No reduction here crosses warps.
+        compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=0),
+        interpret=ops.interpreter(kernel_config.interpret),
+        kernel_name="attention_kernel",
+    )
+    outputs = without_derivative(kernel)(
+        query,
+        key,
+        value,
+        ids,
+        counts,
+        index.reshape(1),
+        first_block.astype(jnp.int32),
+        kv_lengths.astype(jnp.int32),
+    )
+    out = outputs[0][..., :head_dim]
+    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None

@@ -1,0 +1,1072 @@
+"""Prefill over block lists on Hopper GPUs: exact attention of query blocks over listed key blocks.
+
+Step 8 of Algorithm 1. A tile is 64 queries in up to two query heads that share their keys and their
+list. The grid has a program for every multiprocessor, which takes one tile after another, those
+with long lists first. Each head of a tile has a warpgroup that computes; one more warpgroup, the
+loader, copies the listed keys and values into shared memory, 128 keys a step (two pieces of 64), a
+few steps ahead. Steps run from the end of a list to its beginning: the first one holds the diagonal
+block and is the only one with a mask. While one head's weights are computed, the tensor cores
+multiply for the other, and for the values of its own step before:
+
+    S = Q Kᵀ                                    [queries, keys]
+    m' = max(m, S over keys),  P = 2^(c S - c m'),  c = scale · log2(e)
+    O = O 2^(c m - c m') + P V                  [queries, features]
+
+A weight of 0 does not erase NaN, and queries may not know of a later value that is NaN. So the
+loader looks through the values of the tile's own 64 keys. From the first on that is not finite it
+makes them 0 in shared memory, and queries that see that one have a denominator of NaN.
+
+Registers hold the sums `O`, the scores of one step, and the running maxima `m` and denominators;
+shared memory the queries and outputs of each head and the steps of keys and values. A query reads,
+of each listed block of 64 keys, 2 H bytes in each head: 64 keys and values of 2 H bytes each, for
+64 queries of two heads.
+
+Barriers come in pairs, each for a place of shared memory: `filled` tells that copies into it have
+arrived, `freed` that all who read it are done. In every step
+
+    the loader                                       each computing warpgroup
+    waits for freed keys, fills them with K          waits for filled keys, starts Q Kᵀ
+    waits for freed values, fills them with V        starts P V of the step before, awaits Q Kᵀ
+                                                     frees the keys, computes its weights P
+                                                     waits for filled values, awaits P V
+                                                     frees the values of the step before
+
+Slots of keys and of values are taken in turn and have barriers of their own, since values are freed
+later than keys. The queries of each warpgroup are a place too, which it frees after the last scores
+of its tile, so that those of the next tile come while it finishes this one.
+
+Lists may name pages of 16 keys instead, for the same tiles. A step is then eight pages, of which
+each warp of the loader reads and copies two, without waiting for the others. The first step has the
+last eight pages of a list, so that all that are the tile's own are in its second half, and no other
+step needs to know which query sees what. The last step lacks pages if their count is no multiple of
+eight. It hides the places of these, where it has the list's first page once more: one that every
+query sees, or zeros in the place of its values if it is the tile's own.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels.config import (
+    KernelConfig,
+    default_kernel_config,
+    num_multiprocessors,
+    why_not_shape,
+    without_derivative,
+)
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
+
+_QUERIES = 64  # of a tile
+_KEYS = 128  # of a step
+_PIECE = 64  # keys that one copy brings
+# Nobody waits for these. Without them the others lie elsewhere in shared memory, and 28/4 heads of
+# 128 take 3 % longer at 128K tokens on an H200, 32/8 of 64 take 1 % longer.
+_UNUSED_BARRIERS = 2
+
+
+# What is static, what is in memory, and what a tile is
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tiling:
+    """What is static about a call.
+
+    Attributes:
+      batch: Sequences.
+      tiles: Tiles of 64 queries in a sequence.
+      heads: Query heads.
+      kv_heads: Key/value heads.
+      head_dim: Features per head, 64 or 128.
+      lists: Lists per row: 1, `kv_heads` or `heads`.
+      subblocks: Tiles of a row of lists, which are pieces of a block of 64 keys or more.
+      piece: Keys that one copy brings: 64, or the 16 of a page.
+      stages: Steps of keys, and of values, in shared memory.
+      most_programs: Programs at most.
+      exponent: Factor of the scores in powers of 2.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    batch: int
+    tiles: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lists: int
+    subblocks: int
+    piece: int
+    stages: int
+    most_programs: int
+    exponent: float
+    interpret: bool
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a step."""
+        return _KEYS // self.piece
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether lists name pages, several of which may be a tile's own."""
+        return self.piece < _PIECE
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def computing(self) -> int:
+        """Warpgroups that compute, each for one head; they need one list and the same keys."""
+        return 1 if self.group == 1 or self.lists == self.heads else 2
+
+    @property
+    def head_pairs(self) -> int:
+        """Tiles that the heads of a group need for the same queries."""
+        return -(-self.group // self.computing)
+
+    @property
+    def units(self) -> int:
+        """Tiles of all sequences and heads."""
+        return self.batch * self.tiles * self.kv_heads * self.head_pairs
+
+    @property
+    def programs(self) -> int:
+        """Programs, each of which takes tile after tile."""
+        return min(self.most_programs, self.units)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that loads, and of one that computes: all share the same."""
+        if self.computing == 1:
+            return 88, 248
+        return 56, 224
+
+    def num_steps(self, count: Any) -> Any:
+        """Steps of so many pieces."""
+        return jax.lax.div(count + self.pieces - 1, self.pieces)
+
+    def turns(self, program: Any) -> Any:
+        """Tiles of a program."""
+        return jax.lax.div(self.units - 1 - program, self.programs) + 1
+
+    def tile(self, program: Any, turn: Any) -> "_Tile":
+        """A program's tile of a turn; the last tile of all for turns beyond the last.
+
+        Long lists, which are those of late rows, come first, and tiles of one key/value head after
+        each other: the keys and values of one head may fit in the GPU's cache.
+        """
+        place = jnp.minimum(program + turn * self.programs, self.units - 1)
+        place, pair = _divide(place, self.head_pairs)
+        place, batch = _divide(place, self.batch)
+        kv_head, row = _divide(place, self.tiles)
+        return _Tile(self, self.tiles - 1 - row, batch, kv_head, pair)
+
+
+def _divide(x: Any, divisor: int) -> tuple[Any, Any]:
+    if divisor == 1:
+        return x, 0
+    return jax.lax.div(x, divisor), jax.lax.rem(x, divisor)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """Arrays in global memory, as the kernel gets them, then shared memory and barriers.
+
+    Attributes:
+      query, key, value, ids, counts, layer, first_block, kv_lengths: The kernel's arguments.
+      out: Output `[B, T, N, H]`.
+      out_lse: Log-sum-exp `[B, N, T]`, or `None` where it is not wanted.
+      queries: `[warpgroups, 64, H]`.
+      outputs: `[warpgroups, 64, H]`.
+      keys: `[stages, 128, H]`.
+      values: `[stages, 128, H]`.
+      lse: `[warpgroups, 64]`.
+      lost: Of each slot of values, the first query of the tile that sees one that is not finite;
+        then what the loader needs to find it.
+      filled: Barriers of the slots of keys, then of values; as many copies as a step has pieces.
+      freed: The same; every computing warpgroup frees a slot.
+      single: Barriers with one arrival; `_Barriers` says which.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    ids: Any
+    counts: Any
+    layer: Any
+    first_block: Any
+    kv_lengths: Any
+    out: Any
+    out_lse: Any
+    queries: Any
+    outputs: Any
+    keys: Any
+    values: Any
+    lse: Any
+    lost: Any
+    filled: Any
+    freed: Any
+    single: Any
+
+
+def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of a program, named as in `_Refs`."""
+    warpgroups = tiling.computing
+    num_barriers = 2 * tiling.stages
+    num_single = _UNUSED_BARRIERS + _PIECE // tiling.piece + 2 * warpgroups
+    return {
+        "queries": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
+        "outputs": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
+        "keys": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
+        "values": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
+        "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
+        "lost": plgpu.SMEM((tiling.stages + row_ops.WARPS,), jnp.int32),
+        # One register of each warpgroup keeps track of each of these arrays.
+        "filled": plgpu.Barrier(num_arrivals=tiling.pieces, num_barriers=num_barriers),
+        "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
+        "single": plgpu.Barrier(num_arrivals=1, num_barriers=num_single),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Barriers:
+    """The barriers of a program, found by what they guard; `which` is `"filled"` or `"freed"`."""
+
+    tiling: _Tiling
+    refs: _Refs
+
+    def keys(self, which: str, slot: Any) -> Any:
+        """For the keys of a slot."""
+        return getattr(self.refs, which).at[slot]
+
+    def values(self, which: str, slot: Any) -> Any:
+        """For the values of a slot."""
+        return getattr(self.refs, which).at[self.tiling.stages + slot]
+
+    def queries(self, which: str, warpgroup: Any) -> Any:
+        """For the queries of a warpgroup, which reads no others."""
+        first = _UNUSED_BARRIERS + _PIECE // self.tiling.piece
+        first += 0 if which == "filled" else self.tiling.computing
+        return self.refs.single.at[first + warpgroup]
+
+    def unchecked(self, index: Any = 0) -> Any:
+        """Tells the loader that a piece of values has arrived which it must check."""
+        return self.refs.single.at[_UNUSED_BARRIERS + index]
+
+
+class _Extent(NamedTuple):
+    """What a tile attends to.
+
+    Attributes:
+      count: Pieces in its list; 0 where the tile lies beyond the sequence.
+      start: Position of its first query.
+      length: Keys in the sequence.
+    """
+
+    count: Any
+    start: Any
+    length: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """64 queries of one sequence, in the heads that one program takes.
+
+    Attributes:
+      tiling: The call's.
+      row: Tile index within the sequence.
+      batch: Sequence.
+      kv_head: Key/value head.
+      pair: Which heads of the group.
+    """
+
+    tiling: _Tiling
+    row: Any
+    batch: Any
+    kv_head: Any
+    pair: Any
+
+    @property
+    def rows(self) -> Any:
+        """Where its queries are among those of the sequence."""
+        return pl.ds(self.row * _QUERIES, _QUERIES)
+
+    def head(self, warpgroup: Any) -> Any:
+        """Query head of a warpgroup; beyond the group's end once more its last one."""
+        member = jnp.minimum(self.pair * self.tiling.computing + warpgroup, self.tiling.group - 1)
+        return self.kv_head * self.tiling.group + member
+
+    def is_spare(self, warpgroup: Any) -> Any:
+        """Whether the warpgroup has no head of its own."""
+        return self.pair * self.tiling.computing + warpgroup >= self.tiling.group
+
+    def extent(self, refs: _Refs) -> _Extent:
+        """What it attends to."""
+        subblocks = self.tiling.subblocks
+        count = refs.counts[self.batch, self._list(), jax.lax.div(self.row, subblocks)]
+        start = (refs.first_block[self.batch] * subblocks + self.row) * _QUERIES
+        length = refs.kv_lengths[self.batch]
+        return _Extent(jnp.where(start < length, count * subblocks, 0), start, length)
+
+    def pieces(self, refs: _Refs, count: Any, step: Any) -> tuple[Any, Any]:
+        """Indices of the two pieces of 64 keys of a step; the later one comes first.
+
+        Of an odd number of pieces, the first step has the last one twice.
+        """
+        first = jnp.maximum(count - 2 + jax.lax.rem(count, 2) - 2 * step, 0)
+        second = jnp.minimum(first + 1, count - 1)
+        return self._piece(refs, first), self._piece(refs, second)
+
+    def page(self, refs: _Refs, count: Any, step: Any, place: Any) -> Any:
+        """The page of 16 keys in a place of a step.
+
+        The first step has the list's last pages, at its end those that are the tile's own. The last
+        one may lack some at its beginning, where it has the list's first page once more.
+        """
+        return self._piece(refs, jnp.maximum(count - self.tiling.pieces * (step + 1) + place, 0))
+
+    def _list(self) -> Any:
+        if self.tiling.lists == 1:
+            return 0
+        return self.kv_head if self.tiling.lists == self.tiling.kv_heads else self.head(0)
+
+    def _piece(self, refs: _Refs, entry: Any) -> Any:
+        subblocks = self.tiling.subblocks
+        row = jax.lax.div(self.row, subblocks)
+        place, rest = _divide(entry, subblocks)
+        return refs.ids[self.batch, self._list(), row, place] * subblocks + rest
+
+
+# The loader
+
+
+def _load_tiles(tiling: _Tiling, refs: _Refs, program: Any) -> None:
+    """Copies what the program's tiles need into shared memory, as far ahead as there is room."""
+    layer = refs.layer[0]
+
+    def load(turn: Any, state: tuple[Any, _Extent]) -> tuple[Any, _Extent]:
+        done, extent = state  # steps of the tiles before; what this tile attends to
+        following = tiling.tile(program, turn + 1).extent(refs)
+        tile = tiling.tile(program, turn)
+        steps = tiling.num_steps(extent.count)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            (_PageLoader if tiling.has_pages else _Loader)(tiling, refs, tile, layer).load(
+                extent, done
+            )
+
+        return done + steps, following
+
+    start = (jnp.int32(0), tiling.tile(program, 0).extent(refs))
+    jax.lax.fori_loop(0, tiling.turns(program), load, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loader:
+    """Copies for one tile."""
+
+    tiling: _Tiling
+    refs: _Refs
+    tile: _Tile
+    layer: Any
+
+    @property
+    def barriers(self) -> _Barriers:
+        """The program's barriers."""
+        return _Barriers(self.tiling, self.refs)
+
+    def load(self, extent: _Extent, done: Any) -> None:
+        """Copies all steps of the tile, of which there is at least one. `done` went before."""
+        tiling, refs, count = self.tiling, self.refs, extent.count
+        pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
+        value_slot, num_steps = jax.lax.rem(done, tiling.stages), tiling.num_steps(count)
+        self._load_keys(pieces, jax.lax.rem(done, tiling.stages))
+        self._load_queries()
+        self._load_first_values(pieces, value_slot, extent.start)
+
+        def load_keys(index: Any, pieces: tuple[Any, Any]) -> None:
+            @pl.when(index < num_steps)
+            def _() -> None:
+                self._load_keys(pieces, jax.lax.rem(done + index, tiling.stages))
+
+        load_keys(1, later)  # while the values are on their way
+        self._check_first_values(pieces, value_slot, extent)
+
+        def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            pieces, later = carry
+            following = self.tile.pieces(refs, count, index + 2)  # in time for the next step
+            self._load_values(pieces, jax.lax.rem(done + index, tiling.stages))
+            load_keys(index + 1, later)
+            return later, following
+
+        jax.lax.fori_loop(1, num_steps, step, (later, self.tile.pieces(refs, count, 2)))
+
+    def _load_queries(self) -> None:
+        """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
+        refs, barriers = self.refs, self.barriers
+        for warpgroup in range(self.tiling.computing):
+            plgpu.barrier_wait(barriers.queries("freed", warpgroup))
+            plgpu.copy_gmem_to_smem(
+                refs.query.at[self.tile.batch, self.tile.rows, self.tile.head(warpgroup)],
+                refs.queries.at[warpgroup],
+                barriers.queries("filled", warpgroup),
+            )
+
+    def _load_keys(self, pieces: tuple[Any, Any], slot: Any) -> None:
+        plgpu.barrier_wait(self.barriers.keys("freed", slot))
+        for half, piece in enumerate(pieces):
+            source, target = self._copy_of(self.refs.key, self.refs.keys, piece, slot, half)
+            plgpu.copy_gmem_to_smem(source, target, self.barriers.keys("filled", slot))
+
+    def _load_values(self, pieces: tuple[Any, Any], slot: Any) -> None:
+        plgpu.barrier_wait(self.barriers.values("freed", slot))
+        for half, piece in enumerate(pieces):
+            source, target = self._copy_of(self.refs.value, self.refs.values, piece, slot, half)
+            plgpu.copy_gmem_to_smem(source, target, self.barriers.values("filled", slot))
+
+    def _load_first_values(self, pieces: tuple[Any, Any], slot: Any, start: Any) -> None:
+        """Copies the values of the first step that some query sees; the tile's own come unchecked.
+
+        Behind the tile's own piece there may be one more, of which nobody sees anything.
+        """
+        refs, barriers = self.refs, self.barriers
+        plgpu.barrier_wait(barriers.values("freed", slot))
+        refs.lost[slot] = _QUERIES
+        for half, piece in enumerate(pieces):
+
+            @pl.when(piece * _PIECE < start)
+            def _(half: int = half, piece: Any = piece) -> None:
+                source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
+                plgpu.copy_gmem_to_smem(source, target, barriers.values("filled", slot))
+
+        @pl.when(pieces[1] * _PIECE >= start)
+        def _() -> None:
+            half = _own_half(pieces, start)
+            piece = jax.lax.div(start, _PIECE)
+            source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
+            plgpu.copy_gmem_to_smem(source, target, barriers.unchecked())
+
+    def _check_first_values(self, pieces: tuple[Any, Any], slot: Any, extent: _Extent) -> None:
+        """Makes values zero of which some queries may know nothing, and tells which ones must.
+
+        A weight of 0 would not erase NaN, which may be what lies beyond the sequence, or a value
+        that only later queries see. Who sees any value from that one on sees that one too.
+        """
+        refs, filled, head_dim = (
+            self.refs,
+            self.barriers.values("filled", slot),
+            self.tiling.head_dim,
+        )
+        scratch = refs.lost.at[pl.ds(self.tiling.stages, row_ops.WARPS)]
+
+        def parts(half: Any) -> list[Any]:
+            rows = pl.ds(half * _PIECE, _PIECE)
+            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, head_dim, 64)]
+
+        @pl.when(pieces[1] * _PIECE >= extent.start)
+        def _() -> None:
+            half = _own_half(pieces, extent.start)
+
+            @pl.when(half == 0)
+            def _() -> None:
+                for part in parts(1):
+                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(filled)
+
+            plgpu.barrier_wait(self.barriers.unchecked())
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(half)]
+            bad = row_ops.first_not_finite(loaded, scratch, interpret=self.tiling.interpret)
+            present = extent.length - extent.start
+
+            @pl.when(jnp.minimum(bad, present) < _PIECE)
+            def _() -> None:
+                index = ops.matrix_index((_PIECE, 64), 0)
+                for part in parts(half):
+                    is_kept = index < jnp.minimum(bad, present)
+                    part[...] = jnp.where(is_kept, part[...], jnp.zeros_like(part))
+
+                @pl.when(bad < present)
+                def _() -> None:
+                    refs.lost[slot] = bad
+
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(filled)
+
+    def _copy_of(
+        self, source: Any, target: Any, piece: Any, slot: Any, half: Any
+    ) -> tuple[Any, Any]:
+        """64 keys or values of the cache, and the half of a slot that takes them."""
+        tile = self.tile
+        source = source.at[self.layer, tile.batch, pl.ds(piece * _PIECE, _PIECE), tile.kv_head]
+        return source, target.at[slot, pl.ds(half * _PIECE, _PIECE)]
+
+
+def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
+    """Which of the pieces of a first step is the tile's own, if one is."""
+    return jnp.where(pieces[0] * _PIECE >= start, 0, 1)
+
+
+class _PageLoader(_Loader):
+    """The same for lists of pages, of which each warp copies its part of every step."""
+
+    def load(self, extent: _Extent, done: Any) -> None:
+        """Copies all steps of the tile, of which there is at least one. `done` went before."""
+        tiling, refs, barriers = self.tiling, self.refs, self.barriers
+        count, half = extent.count, tiling.pieces // 2
+        num_steps = tiling.num_steps(count)
+        # The last page of the first half of a step, and those of the second one.
+        before, *pages = (
+            self.tile.page(refs, count, 0, place) for place in range(half - 1, tiling.pieces)
+        )
+        slot, value_slot = (jax.lax.rem(done, n) for n in (tiling.stages, tiling.stages))
+
+        @row_ops.on_each_warp
+        def _(warp: Any) -> None:
+            self._copy_keys(self._pages(extent, 0, warp), slot, warp)
+
+        self._load_queries()
+        plgpu.barrier_wait(barriers.values("freed", value_slot))
+        refs.lost[value_slot] = _QUERIES
+
+        @row_ops.on_each_warp
+        def _(warp: Any) -> None:
+            self._copy_first_values(extent, before, pages[-1], value_slot, warp)
+
+            @pl.when(num_steps > 1)
+            def _() -> None:  # while the values are on their way
+                later = self._pages(extent, 1, warp)
+                self._copy_keys(later, jax.lax.rem(done + 1, tiling.stages), warp)
+
+        self._check_values(before, pages, value_slot, extent)
+
+        @row_ops.on_each_warp
+        def _(warp: Any) -> None:
+            def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                pages, later = carry
+                following = self._pages(extent, index + 2, warp)  # in time for the next step
+                self._copy_values(pages, jax.lax.rem(done + index, tiling.stages), warp)
+
+                @pl.when(index + 1 < num_steps)
+                def _() -> None:
+                    self._copy_keys(later, jax.lax.rem(done + index + 1, tiling.stages), warp)
+
+                return later, following
+
+            ahead = (self._pages(extent, 1, warp), self._pages(extent, 2, warp))
+            jax.lax.fori_loop(1, num_steps, step, ahead)
+
+    def _places(self, warp: Any) -> list[Any]:
+        """Where the pages of a warp are in a step."""
+        share = self.tiling.pieces // row_ops.WARPS
+        return [warp * share + index for index in range(share)]
+
+    def _pages(self, extent: _Extent, step: Any, warp: Any) -> tuple[Any, ...]:
+        """The pages of a warp."""
+        places = self._places(warp)
+        return tuple(self.tile.page(self.refs, extent.count, step, place) for place in places)
+
+    def _copy_keys(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
+        refs, barriers = self.refs, self.barriers
+        plgpu.barrier_wait(barriers.keys("freed", slot))
+        for place, page in zip(self._places(warp), pages, strict=True):
+            self._copy_page(refs.key, refs.keys, page, slot, place, barriers.keys("filled", slot))
+
+    def _copy_values(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
+        refs, barriers = self.refs, self.barriers
+        plgpu.barrier_wait(barriers.values("freed", slot))
+        for place, page in zip(self._places(warp), pages, strict=True):
+            filled = barriers.values("filled", slot)
+            self._copy_page(refs.value, refs.values, page, slot, place, filled)
+
+    def _copy_first_values(
+        self, extent: _Extent, before: Any, last: Any, slot: Any, warp: Any
+    ) -> None:
+        """Copies values of the first step, half of it unchecked if it has pages of the tile's own.
+
+        A list of no other pages leaves the other half empty.
+        """
+        refs, barriers = self.refs, self.barriers
+        is_first_half = warp < row_ops.WARPS // 2
+        is_own = jnp.where(is_first_half, before, last) * self.tiling.piece >= extent.start
+        pages = self._pages(extent, 0, warp)
+        for place, page in zip(self._places(warp), pages, strict=True):
+            copy = functools.partial(self._copy_page, refs.value, refs.values, page, slot, place)
+
+            @pl.when(~is_own)
+            def _(copy: Any = copy) -> None:
+                copy(barriers.values("filled", slot))
+
+            @pl.when(is_own & ~is_first_half)
+            def _(copy: Any = copy, place: Any = place) -> None:
+                copy(barriers.unchecked(place - self.tiling.pieces // 2))
+
+    def _copy_page(
+        self, source: Any, target: Any, page: Any, slot: Any, place: Any, barrier: Any
+    ) -> None:
+        """16 keys or values of the cache, to a place of a slot."""
+        tile, size = self.tile, self.tiling.piece
+        plgpu.copy_gmem_to_smem(
+            source.at[self.layer, tile.batch, pl.ds(page * size, size), tile.kv_head],
+            target.at[slot, pl.ds(place * size, size)],
+            barrier,
+        )
+
+    def _check_values(self, before: Any, pages: list[Any], slot: Any, extent: _Extent) -> None:
+        """What `_check_first_values` does, where pages of the tile's own end the second half.
+
+        In that half, every query sees the pages before these. In a list of fewer pages than it has,
+        there are copies of the first page, which nobody sees: zeros, if it is the tile's own.
+        """
+        tiling, refs = self.tiling, self.refs
+        size, number = tiling.piece, len(pages)
+        filled = self.barriers.values("filled", slot)
+        scratch = refs.lost.at[pl.ds(tiling.stages, row_ops.WARPS)]
+
+        def parts(half: int) -> list[Any]:
+            rows = pl.ds(half * _PIECE, _PIECE)
+            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, tiling.head_dim, 64)]
+
+        def pass_on() -> None:
+            plgpu.commit_smem()
+            for _ in range(number):
+                plgpu.barrier_arrive(filled)
+
+        @pl.when(pages[-1] * size >= extent.start)
+        def _() -> None:
+            @pl.when(before * size >= extent.start)
+            def _() -> None:
+                for part in parts(0):
+                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                pass_on()
+
+            def keep(is_kept: Callable[[Any], Any]) -> None:
+                for part in parts(1):
+                    kept = is_kept(ops.matrix_index((_PIECE, 64), 0))
+                    part[...] = jnp.where(kept, part[...], jnp.zeros_like(part))
+
+            for index in range(number):
+                plgpu.barrier_wait(self.barriers.unchecked(index))
+
+            @pl.when((pages[0] * size >= extent.start) & (extent.count < number))
+            def _() -> None:
+                keep(lambda index: index >= (number - extent.count) * size)
+
+            first, there = jnp.int32(_PIECE), jnp.int32(0)  # rows of own pages, of the sequence
+            for index, page in enumerate(pages):
+                is_own = (page * size >= extent.start) & (extent.count >= number - index)
+                first -= jnp.where(is_own, size, 0)
+                there += jnp.where(is_own, jnp.clip(extent.length - page * size, 0, size), 0)
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(1)]
+            bad = row_ops.first_not_finite(loaded, scratch, start=first, interpret=tiling.interpret)
+            end = first + there
+
+            @pl.when(jnp.minimum(bad, end) < _PIECE)
+            def _() -> None:
+                keep(lambda index: index < jnp.minimum(bad, end))
+
+                @pl.when(bad < end)
+                def _() -> None:
+                    place = number + jax.lax.div(bad, size)
+                    page = self.tile.page(refs, extent.count, 0, place)
+                    refs.lost[slot] = page * size + jax.lax.rem(bad, size) - extent.start
+
+            pass_on()
+
+
+# The warpgroups that compute
+
+
+def _compute_tiles(tiling: _Tiling, refs: _Refs, program: Any, warpgroup: Any) -> None:
+    """The program's tiles, for the head of one warpgroup."""
+    barriers = _Barriers(tiling, refs)
+    for slot in range(tiling.stages):  # all of shared memory is free
+        plgpu.barrier_arrive(barriers.keys("freed", slot))
+    for slot in range(tiling.stages):
+        plgpu.barrier_arrive(barriers.values("freed", slot))
+    plgpu.barrier_arrive(barriers.queries("freed", warpgroup))
+
+    def compute(turn: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        done, count = state
+        following = tiling.tile(program, turn + 1).extent(refs).count  # in time
+        tile = tiling.tile(program, turn)
+        steps = tiling.num_steps(count)
+        head = _Head(tiling, refs, tile, warpgroup)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            head.attend(count, done)
+
+        @pl.when(steps == 0)
+        def _() -> None:
+            head.write_zeros()
+
+        return done + steps, following
+
+    start = (jnp.int32(0), tiling.tile(program, 0).extent(refs).count)
+    jax.lax.fori_loop(0, tiling.turns(program), compute, start)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Softmax(NamedTuple):
+    """The running maximum of each query's scores, and the sum of its weights."""
+
+    maximum: Any
+    denominator: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One query head of one tile."""
+
+    tiling: _Tiling
+    refs: _Refs
+    tile: _Tile
+    warpgroup: Any
+
+    @property
+    def barriers(self) -> _Barriers:
+        """The program's barriers."""
+        return _Barriers(self.tiling, self.refs)
+
+    def attend(self, count: Any, done: Any) -> None:
+        """Computes and writes attention over `count` pieces. `done` steps went before."""
+        shape = (_QUERIES, self.tiling.head_dim)
+        ops.with_accumulator(
+            lambda sums: self._attend(sums, count, done), shape, interpret=self.tiling.interpret
+        )
+
+    def _attend(self, sums: ops.Accumulator, count: Any, done: Any) -> None:
+        """The first step and its mask, all further steps, the last product and the division."""
+        tiling, refs, barriers = self.tiling, self.refs, self.barriers
+        _, start, length = self.tile.extent(refs)
+        pieces: Any
+        if tiling.has_pages:
+            pieces = [self.tile.page(refs, count, 0, place) for place in range(tiling.pieces)]
+        else:
+            pieces = self.tile.pieces(refs, count, 0)
+        plgpu.barrier_wait(barriers.queries("filled", self.warpgroup))
+        slot = jax.lax.rem(done, tiling.stages)
+        plgpu.barrier_wait(barriers.keys("filled", slot))
+
+        def first_scores(products: ops.Accumulator) -> Any:
+            products.add_product(refs.queries.at[self.warpgroup], _transposed(refs.keys, slot))
+            return products.load()
+
+        scores = self._with_scores(first_scores)
+        plgpu.barrier_arrive(barriers.keys("freed", slot))
+        rest = tiling.num_steps(count) - 1
+        self._free_queries(rest == 0)
+        mask = _mask_pages if tiling.has_pages else _mask
+        scores = mask(scores, pieces, count, start, length)
+        first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
+        state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
+        weights, _, (maximum, denominator) = self._soften(scores, state)
+        value_slot = jax.lax.rem(done, tiling.stages)
+        plgpu.barrier_wait(barriers.values("filled", value_slot))
+        query = plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=ops.BY_ROW)
+        denominator = jnp.where(query < refs.lost[value_slot], denominator, jnp.nan)
+        state = _Softmax(maximum, denominator)
+
+        def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
+            lacks = (index + 2) * tiling.pieces - count  # pieces, if any
+            is_last = lacks >= 0 if tiling.has_pages else index == rest - 1
+            return self._step(sums, done + index, is_last, lacks, *carry)
+
+        carry = (self._rounded(weights), state)
+        weights, (maximum, denominator) = sums.loop(rest, step, carry)
+        last = jax.lax.rem(done + rest, tiling.stages)
+        sums.add_product(weights, refs.values.at[last])
+        out = sums.load()
+        plgpu.barrier_arrive(barriers.values("freed", last))
+        is_empty = denominator == 0.0
+        safe = jnp.where(is_empty, 1.0, denominator)
+        lse = (maximum * tiling.exponent + jnp.log2(safe)) * math.log(2.0)
+        out = out * ops.spread(1.0 / safe, out.shape, 0)
+        self._write(out, jnp.where(is_empty, -jnp.inf, lse))
+
+    def _step(
+        self,
+        sums: ops.Accumulator,
+        done: Any,
+        is_last: Any,
+        lacks: Any,
+        weights: Any,
+        state: _Softmax,
+    ) -> tuple[Any, _Softmax]:
+        """Adds the previous step's values while this step's scores become weights.
+
+        Until that product is done nothing may write to the registers of its weights: the new ones
+        are rounded only then. The wait for this step's values stands before that because the
+        assembler would move the product's own wait ahead of the computation otherwise.
+        """
+        tiling, refs, barriers = self.tiling, self.refs, self.barriers
+        previous = jax.lax.rem(done, tiling.stages)
+        slot = jax.lax.rem(done + 1, tiling.stages)
+        plgpu.barrier_wait(barriers.keys("filled", slot))
+
+        def scores_beside_values(products: ops.Accumulator) -> Any:
+            products.add_product(refs.queries.at[self.warpgroup], _transposed(refs.keys, slot))
+            sums.add_product(weights, refs.values.at[previous])
+            return products.load(in_flight=1)
+
+        scores = self._with_scores(scores_beside_values)
+        plgpu.barrier_arrive(barriers.keys("freed", slot))
+        self._free_queries(is_last)
+        if tiling.has_pages:
+            hide = functools.partial(_hide, end=lacks * tiling.piece)
+            scores = jax.lax.cond(lacks > 0, hide, lambda x: x, scores)
+        new_weights, decay, state = self._soften(scores, state)
+        plgpu.barrier_wait(barriers.values("filled", jax.lax.rem(done + 1, tiling.stages)))
+        total = sums.load()
+        plgpu.barrier_arrive(barriers.values("freed", previous))
+        sums.store(total * ops.spread(decay, total.shape, 0))
+        return self._rounded(new_weights), state
+
+    def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
+        """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
+        factor = self.tiling.exponent
+        maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1))
+        decay = jnp.exp2((state.maximum - maximum) * factor)
+        weights = jnp.exp2(scores * factor - ops.spread(maximum * factor, scores.shape, 0))
+        denominator = state.denominator * decay + jnp.sum(weights, axis=1)
+        if not self.tiling.interpret:
+            weights = ops.pinned(weights)
+        return weights, decay, _Softmax(maximum, denominator)
+
+    def _rounded(self, weights: Any) -> Any:
+        return weights.astype(self.refs.values.dtype)
+
+    def _with_scores(self, body: Any) -> Any:
+        return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.tiling.interpret)
+
+    def _free_queries(self, is_last: Any) -> None:
+        """Lets the next tile's queries come while the rest of this one is computed."""
+
+        @pl.when(is_last)
+        def _() -> None:
+            plgpu.barrier_arrive(self.barriers.queries("freed", self.warpgroup))
+
+    def write_zeros(self) -> None:
+        """Writes the output of a tile without keys."""
+        zeros = ops.full((_QUERIES, self.tiling.head_dim), 0.0)
+        self._write(zeros, ops.full((_QUERIES,), -jnp.inf, ops.BY_ROW))
+
+    def _write(self, out: Any, lse: Any) -> None:
+        refs, tile = self.refs, self.tile
+        head = tile.head(self.warpgroup)
+
+        @pl.when(~jnp.asarray(tile.is_spare(self.warpgroup)))
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
+            refs.outputs[self.warpgroup] = out.astype(refs.outputs.dtype)
+            if refs.out_lse is not None:
+                refs.lse[self.warpgroup] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                refs.outputs.at[self.warpgroup], refs.out.at[tile.batch, tile.rows, head]
+            )
+            if refs.out_lse is not None:
+                plgpu.copy_smem_to_gmem(
+                    refs.lse.at[self.warpgroup], refs.out_lse.at[tile.batch, head, tile.rows]
+                )
+
+
+def _transposed(keys: Any, slot: Any) -> Any:
+    return keys.at[slot].transpose((1, 0))
+
+
+def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
+    """Hides keys after their query or beyond the sequence, and a piece that is there twice."""
+    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). What is left of them without the thread's
+    # own part are constants, which are no use to keep in registers from tile to tile.
+    column = ops.matrix_index(scores.shape, 1)
+    own = column & 6
+    column = column & ~6
+    last = jnp.minimum(start + ops.matrix_index(scores.shape, 0), length - 1)
+    first, second = (last - piece * _PIECE for piece in pieces)
+    second = jnp.where(jax.lax.rem(count, 2) == 1, -1, second)
+    reach = jnp.where(column < _PIECE, first, second + _PIECE)
+    return jnp.where(column <= reach - own, scores, MASK_VALUE)
+
+
+def _mask_pages(scores: Any, pages: Any, count: Any, start: Any, length: Any) -> Any:
+    """Hides keys after their query or beyond the sequence, and pages that the list lacks."""
+    size = _KEYS // len(pages)
+    column = ops.matrix_index(scores.shape, 1)
+    own = column & 6  # as above
+    column = column & ~6
+    last = jnp.minimum(start + ops.matrix_index(scores.shape, 0), length - 1)
+    reach = jnp.full_like(column, -1)
+    for place, page in enumerate(pages):
+        visible = jnp.where(count >= len(pages) - place, last - page * size, -1)
+        reach = jnp.where(column < place * size, reach, visible + place * size)
+    return jnp.where(column <= reach - own, scores, MASK_VALUE)
+
+
+def _hide(scores: Any, end: Any) -> Any:
+    """Hides the keys of a step before one, the first of a page."""
+    column = ops.matrix_index(scores.shape, 1) & ~7  # constants, as above
+    return jnp.where(column < end, MASK_VALUE, scores)
+
+
+# The kernel and its launch
+
+
+def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
+    """One program: a loader and one or two warpgroups that compute."""
+    num_arrays = len(dataclasses.fields(_Refs)) - len(scratch)
+    no_lse = [None] * (num_arrays - len(arrays))
+    refs = _Refs(*arrays, *no_lse, **scratch)
+    warpgroup = jax.lax.axis_index("warpgroup")
+    program = jax.lax.axis_index("program")
+    share_registers = functools.partial(
+        ops.share_registers, *tiling.registers, num_computing=tiling.computing
+    )
+
+    @pl.when(warpgroup == tiling.computing)
+    def _() -> None:
+        share_registers(is_loader=True)
+        _load_tiles(tiling, refs, program)
+
+    @pl.when(warpgroup < tiling.computing)
+    def _() -> None:
+        share_registers(is_loader=False)
+        _compute_tiles(tiling, refs, program, warpgroup)
+
+
+def hopper_attention_kernel(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "L B S K H"],
+    value: Float[Array, "L B S K H"],
+    ids: Int[Array, "B M I P"],
+    counts: Int[Array, "B M I"],
+    *,
+    layer: Int[Array, ""] | int,
+    first_block: Int[Array, "B"],
+    kv_lengths: Int[Array, "B"],
+    scale: float,
+    block_size: int = 64,
+    row_size: int | None = None,
+    return_lse: bool = False,
+    kernel_config: KernelConfig | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
+    """Causal attention of each query block over its list of key blocks.
+
+    Row `i` of the lists covers the queries of block `first_block + i`. Its list is ascending and
+    names no block beyond the row's own. Tiles of queries that lie beyond `kv_lengths` come out 0.
+
+    With a `block_size` of 16 and a `row_size` of 64, lists name pages of 16 keys for rows of 64
+    queries. A list names any number of the four pages that are its row's own, in which no query
+    sees a later key.
+
+    Args:
+      query: Queries on row boundaries, bfloat16 or float16, with a head_dim up to 128.
+      key: Stacked cache of keys; `S` is a multiple of the block size.
+      value: Values, shaped like `key`.
+      ids: Lists for all heads (`M = 1`), each key/value head, or each query head.
+      counts: Blocks in each list; what follows in `ids` is never read.
+      layer: Layer of the cache.
+      first_block: Row of each sequence's first query, counted from position 0.
+      kv_lengths: Keys present in each sequence; later ones may hold anything.
+      scale: Factor of the scores, greater than 0.
+      block_size: Keys per entry of a list: 64, 128, or the 16 of a page.
+      row_size: Queries per row of lists: `block_size` if left out, which pages do not take.
+      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
+      kernel_config: Sizes; the result does not depend on them beyond rounding.
+
+    Returns:
+      The output, and with `return_lse` the float32 log-sum-exp, else `None`.
+
+    Raises:
+      ValueError: If the kernel cannot take these arguments.
+      NotImplementedError: If a derivative is taken.
+    """
+    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
+    row_size = block_size if row_size is None else row_size
+    check_arguments(query, key, scale, block_size, row_size)
+    head_dim = query.shape[-1]
+    query, key, value, index = with_whole_heads(query, key, value, layer)
+    padded = query.shape[-1]
+    tiling = _Tiling(
+        batch=query.shape[0],
+        tiles=query.shape[1] // _QUERIES,
+        heads=query.shape[2],
+        kv_heads=key.shape[3],
+        head_dim=padded,
+        lists=ids.shape[1],
+        subblocks=row_size // _QUERIES,
+        piece=min(block_size, _PIECE),
+        stages=4 if padded == 64 else 2,
+        most_programs=num_multiprocessors(),
+        exponent=scale * math.log2(math.e),
+        interpret=kernel_config.interpret,
+    )
+    out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
+    if return_lse:
+        shape = (query.shape[0], query.shape[2], query.shape[1])
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    kernel = ops.kernel(
+        functools.partial(_attend, tiling=tiling),
+        out_type=out_type,
+        scratch_types=_scratch(tiling, query.dtype),
+        grid=(tiling.programs,),
+        grid_names=("program",),
+        num_threads=tiling.computing + 1,
+        thread_name="warpgroup",
+        # No reduction here crosses warps; the room goes to another step of values.
+        compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
+        interpret=ops.interpreter(kernel_config.interpret),
+        kernel_name="hopper_attention_kernel",
+    )
+    outputs = without_derivative(kernel)(
+        query,
+        key,
+        value,
+        ids,
+        counts,
+        index.reshape(1),
+        first_block.astype(jnp.int32),
+        kv_lengths.astype(jnp.int32),
+    )
+    out = outputs[0][..., :head_dim]
+    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None
+
+
+def check_arguments(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:
+    """Raises an error for arguments that the kernel cannot take."""
+    if reason := why_not_shape(query, block_size=block_size, row_size=row_size):
+        raise ValueError(f"query, block_size and row_size must fit the kernel: {reason}")
+    if query.shape[1] % row_size:
+        raise ValueError(f"query must hold whole rows of {row_size}, got {query.shape[1]} tokens")
+    if key.shape[2] % block_size:
+        raise ValueError(f"key must hold whole blocks of {block_size}, got {key.shape[2]} tokens")
+    if not scale > 0.0:
+        raise ValueError(f"scale must be greater than 0, got {scale}")
+
+
+def with_whole_heads(query: Array, key: Array, value: Array, layer: Array | int) -> Any:
+    """Queries, keys, values and layer, with zeros after heads of other sizes than 64 and 128.
+
+    Of the cache, a copy of the layer alone then.
+    """
+    head_dim, layer = query.shape[-1], jnp.asarray(layer, jnp.int32)
+    padded = 64 if head_dim <= 64 else 128
+    if padded == head_dim:
+        return query, key, value, layer
+    after = ((0, 0),) * 3 + ((0, padded - head_dim),)
+
+    def one_layer(cache: Array) -> Array:
+        return jnp.pad(jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False), after)[None]
+
+    return jnp.pad(query, after), one_layer(key), one_layer(value), jnp.zeros_like(layer)

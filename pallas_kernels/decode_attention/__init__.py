@@ -1,0 +1,1 @@
+"""Attention of one token per sequence over page indices."""

@@ -1,0 +1,552 @@
+"""Attention of one token per sequence over its key blocks, on NVIDIA GPUs from Ampere on.
+
+This is step 7 of Algorithm 2. A unit is up to 16 query heads that share a list and a key/value
+head. A program attends to one part of one unit's list: a batch of one has fewer units than the GPU
+has multiprocessors, so lists are split, and a second kernel adds the parts in a fixed order. The
+warps of a program share no keys: in a step, each one has a page of 16 keys of its own, which it
+copies itself (`cp.async`), and multiplies with the queries of the unit, whose heads are the 16 rows
+of a product (`mma.sync`):
+
+    S = Q Kᵀ                                    [heads, keys]
+    m' = max(m, S over keys),  P = 2^(S - m')    scores in base 2
+    O = O 2^(m - m') + P V                      [heads, features]
+
+In an array of 64 rows each warp has 16. So in the loop no warp waits for another: each one waits
+for its own copies, with `stages - 1` of its pages of keys and values under way. Numbers of warps,
+such as the page that each has, are arrays of 64 rows too, 16 of which are the same. In the end the
+warps add up what they have, through the memory in which the keys were, and write a part's sums and
+statistics for the kernel that combines, or the output if there is one part alone.
+
+A token reads every listed key and value once for each unit: 4 H bytes a key. What lies beyond a
+sequence's length is not read: it becomes zeros as it is copied, whose scores are masked.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels.config import (
+    KernelConfig,
+    default_kernel_config,
+    num_multiprocessors,
+    shared_memory,
+    why_not_shape,
+    without_derivative,
+)
+from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mma_sync import PAGE
+from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
+
+_MAX_HEADS = 16  # of a program: rows of a product
+_WARPS = row_ops.WARPS
+_ROWS = _WARPS * _MAX_HEADS
+_STEP = _WARPS * PAGE  # keys of a step
+_COLUMNS, _FEATURES = 8, 64  # of a program of the kernel that combines
+_MAX_SPLITS = 64  # parts of a list
+_PARTS = 16  # that are in registers at a time
+_WANTED_STAGES, _MAX_STAGES = 3, 5
+_MAX_PROGRAMS = 4  # of a multiprocessor
+# Bytes of shared memory that each program takes beside keys and values, and beside its own.
+_SCRATCH, _RESERVED = 1024, 1024
+
+
+def sizes(head_dim: int, memory: int) -> tuple[int, int]:
+    """Programs of a multiprocessor at a time, and steps that each has in its shared memory.
+
+    Args:
+      head_dim: Features of a head, 64 or 128.
+      memory: Bytes of a multiprocessor's shared memory.
+    """
+    other, step = _SCRATCH + _RESERVED, _step_bytes(head_dim)
+    programs = max(1, min(_MAX_PROGRAMS, memory // (_WANTED_STAGES * step + other)))
+    return programs, min(_MAX_STAGES, (memory // programs - other) // step)
+
+
+def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int) -> int:
+    """Query heads that share a list and a key/value head, as many as one program takes."""
+    group = num_heads // max(num_lists, kv_heads)
+    return max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
+
+
+def num_splits(units: int, list_blocks: int, block_size: int, *, programs: int) -> int:
+    """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
+
+    Args:
+      units: Lists times key/value heads to attend with, in all sequences.
+      list_blocks: Capacity of a list.
+      block_size: Tokens per block.
+      programs: Programs that the GPU runs at a time.
+
+    Returns:
+      A number from 1 to 64.
+    """
+    steps = -(-list_blocks * block_size // max(_STEP, block_size))
+
+    def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
+        waves = -(-units * splits // programs)
+        return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
+
+    return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
+
+
+def _step_bytes(head_dim: int) -> int:
+    """Bytes of the keys and values of a step."""
+    return _STEP * 2 * head_dim * 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tiling:
+    """What is static about a call.
+
+    Attributes:
+      batch: Sequences.
+      units: Groups of heads that share a list and a key/value head, in each sequence.
+      group: Query heads of a unit.
+      kv_heads: Key/value heads.
+      num_lists: Lists per sequence: 1, or one for each key/value or query head.
+      head_dim: Features per head, 64 or 128.
+      num_blocks: Blocks of a sequence that the cache holds.
+      entry: Pages of a block.
+      stages: Steps that are in shared memory at a time.
+      splits: Parts of a list.
+      dtype: Type of queries, keys, values and output.
+      exponent: Factor of the scores in base 2.
+      return_lse: Whether the log-sum-exp is wanted.
+      interpret: Whether the interpreter runs the kernels.
+    """
+
+    batch: int
+    units: int
+    group: int
+    kv_heads: int
+    num_lists: int
+    head_dim: int
+    num_blocks: int
+    entry: int
+    stages: int
+    splits: int
+    dtype: Any
+    exponent: float
+    return_lse: bool
+    interpret: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        key: Any,
+        ids: Any,
+        *,
+        scale: float,
+        block_size: int,
+        return_lse: bool,
+        kernel_config: KernelConfig,
+    ) -> "_Tiling":
+        """That of a call with these arrays."""
+        batch, _, num_heads, head_dim = query.shape
+        key_tokens, kv_heads = key.shape[2:4]
+        num_lists, list_blocks = ids.shape[1], ids.shape[-1]
+        group = heads_of_unit(num_heads, kv_heads, num_lists)
+        units = num_heads // group
+        programs, stages = sizes(head_dim, shared_memory())
+        programs *= num_multiprocessors()
+        splits = num_splits(batch * units, list_blocks, block_size, programs=programs)
+        steps = -(-list_blocks * block_size // (_STEP * splits))
+        return cls(
+            batch=batch,
+            units=units,
+            group=group,
+            kv_heads=kv_heads,
+            num_lists=num_lists,
+            head_dim=head_dim,
+            num_blocks=key_tokens // block_size,
+            entry=block_size // PAGE,
+            stages=max(2, min(stages, steps + 1)),
+            splits=splits,
+            dtype=query.dtype,
+            exponent=scale * math.log2(math.e),
+            return_lse=return_lse,
+            interpret=kernel_config.interpret,
+        )
+
+    @property
+    def places(self) -> int:
+        """Units of all sequences."""
+        return self.batch * self.units
+
+    @property
+    def columns(self) -> int:
+        """Heads of a unit, padded to what the kernel that combines takes together."""
+        return -(-self.group // _COLUMNS) * _COLUMNS
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        """The output, and the log-sum-exp where it is wanted."""
+        out = [jax.ShapeDtypeStruct((self.places * self.group, self.head_dim), self.dtype)]
+        lse = jax.ShapeDtypeStruct((self.places, self.columns), jnp.float32)
+        return [*out, lse] if self.return_lse else out
+
+    @property
+    def parts(self) -> list[jax.ShapeDtypeStruct]:
+        """The sums of each part, and their running maxima and denominators."""
+        shape = (self.splits, self.places)
+        return [
+            jax.ShapeDtypeStruct((*shape, self.head_dim, self.columns), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, 2, self.columns), jnp.float32),
+        ]
+
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory of a program: keys, values, and a number for each row."""
+        slots = (self.stages, _STEP, self.head_dim)
+        return {
+            "keys": ops.tiled(slots, self.dtype),
+            "values": ops.tiled(slots, self.dtype),
+            "numbers": plgpu.SMEM((_ROWS,), jnp.float32),
+        }
+
+
+class _Pages(NamedTuple):
+    """Numbers of warps: the page of each in one step.
+
+    Attributes:
+      first: Its first key.
+      room: How many of its keys count; 0 or less if none do.
+    """
+
+    first: Array
+    room: Array
+
+
+class _Sums(NamedTuple):
+    """What the warps have come to so far.
+
+    Attributes:
+      maximum: Largest score of each row, in base 2.
+      total: Sum of its weights.
+      o: Sum of the weighted values.
+    """
+
+    maximum: Float[Array, "64"]
+    total: Float[Array, "64"]
+    o: Float[Array, "64 H"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _List:
+    """One part of the list of a unit, as its program reads it.
+
+    Attributes:
+      tiling: The call's.
+      ids: The list `[P]`.
+      count: Blocks in it.
+      stop: The step before which the part ends.
+      length: Keys in the sequence.
+    """
+
+    tiling: _Tiling
+    ids: Any
+    count: Any
+    stop: Any
+    length: Any
+
+    def pages(self, step: Any) -> _Pages:
+        """The pages of a step."""
+        tiling = self.tiling
+        options = {"interpret": tiling.interpret}
+        place = step * _WARPS + mma_sync.warp_numbers(**options)
+        entry, rest = place, 0
+        if tiling.entry > 1:
+            entry, rest = place >> _log2(tiling.entry), place & (tiling.entry - 1)
+        # What lists hold beyond their count is not read; no page of a step beyond the last counts.
+        last = jnp.maximum(self.count - 1, 0)
+        found = mma_sync.read_for_warps(self.ids, jnp.minimum(entry, last), **options)
+        found = jnp.clip(found, 0, tiling.num_blocks - 1)
+        first = (found * tiling.entry + rest) * PAGE
+        end = jnp.minimum(self.stop * _WARPS, self.count * tiling.entry)
+        return _Pages(first, jnp.where(place < end, self.length - first, 0))
+
+
+def _attend_to_part(
+    query: Any,
+    key: Any,
+    value: Any,
+    ids: Any,
+    counts: Any,
+    layer: Any,
+    kv_lengths: Any,
+    out: Any,
+    *statistics: Any,
+    tiling: _Tiling,
+    keys: Any,
+    values: Any,
+    numbers: Any,
+) -> None:
+    """One part of one unit's list; see the module's docstring.
+
+    Step `t` waits for its own pages, and starts to copy those of step `t + stages - 1` to where
+    those of step `t - 1` were. The list is read one step before that, so that no copy waits for it.
+    """
+    options: dict[str, Any] = {"interpret": tiling.interpret}
+    batch, split = jax.lax.axis_index("batch"), jax.lax.axis_index("split")
+    unit = jax.lax.axis_index("unit")
+    place = batch * tiling.units + unit
+    head = unit // (tiling.units // tiling.kv_heads)
+    row = unit // (tiling.units // tiling.num_lists)
+    count = counts[batch, row]
+    num_steps = (count * tiling.entry + _WARPS - 1) // _WARPS
+    start = split * num_steps // tiling.splits
+    stop = (split + 1) * num_steps // tiling.splits
+    blocks = _List(tiling, ids.at[batch, row], count, stop, kv_lengths[batch])
+    sources = [x.at[layer[0], batch, :, head] for x in (key, value)]
+    heads = pl.ds(place * tiling.group, tiling.group)
+
+    def copy(pages: _Pages, slot: Any) -> None:
+        """Starts a group of copies, which is empty beyond the part."""
+        for source, target in zip(sources, (keys, values), strict=True):
+            mma_sync.copy_own_pages(source, target.at[slot], pages.first, pages.room, **options)
+        mma_sync.commit_copies(**options)
+
+    rooms = []
+    for ahead in range(tiling.stages - 1):
+        pages = blocks.pages(start + ahead)
+        copy(pages, ahead)
+        rooms.append(pages.room)
+    queries = mma_sync.read_heads(query.at[heads], **options)
+    zero = ops.full((_ROWS,), 0.0, ops.BY_ROW)
+    first = ops.full((_ROWS,), FIRST_MAXIMUM, ops.BY_ROW)
+    sums = _Sums(first, zero, ops.full((_ROWS, tiling.head_dim), 0.0))
+
+    def step(index: Any, carry: Any) -> Any:
+        sums, (room, *rooms), pages = carry
+        slot = jax.lax.rem(index - start, tiling.stages)
+        later = jnp.where(slot == 0, tiling.stages - 1, slot - 1)
+        mma_sync.wait_copies(tiling.stages - 2, **options)
+        mma_sync.warp_barrier(**options)
+        copy(pages, later)
+        coming = blocks.pages(index + tiling.stages)
+        sums = _add_step(tiling, queries, keys.at[slot], values.at[slot], room, sums)
+        return sums, (*rooms, pages.room), coming
+
+    carry = sums, tuple(rooms), blocks.pages(start + tiling.stages - 1)
+    sums = jax.lax.fori_loop(start, stop, step, carry)[0]
+    mma_sync.wait_copies(0, **options)
+    row_ops.barrier(**options)  # the keys are needed no more
+    maximum = mma_sync.over_warps(sums.maximum, "max", numbers, **options)
+    share = jnp.exp2(sums.maximum - maximum)
+    total = mma_sync.over_warps(sums.total * share, "add", numbers, **options)
+    if tiling.splits > 1:
+        mma_sync.write_heads(maximum, statistics[0].at[split, place, 0], **options)
+        mma_sync.write_heads(total, statistics[0].at[split, place, 1], **options)
+        target = out.at[split, place]
+    else:
+        is_empty = total == 0.0
+        safe = jnp.where(is_empty, 1.0, total)
+        share = share / safe
+        target = out.at[heads]
+        if statistics:
+            lse = (maximum + jnp.log2(safe)) * math.log(2.0)
+            lse = jnp.where(is_empty, -jnp.inf, lse)
+            mma_sync.write_heads(lse, statistics[0].at[place], **options)
+    o = sums.o * ops.spread(share, sums.o.shape, 0)
+    mma_sync.write_sum_of_warps(o, target, keys.at[0], transposed=tiling.splits > 1, **options)
+
+
+def _add_step(
+    tiling: _Tiling, queries: Array, keys: Any, values: Any, room: Array, sums: _Sums
+) -> _Sums:
+    """One page of each warp: scores, weights, and their product with the values."""
+    options = {"interpret": tiling.interpret}
+    s = mma_sync.multiply_own_keys(queries, keys, **options) * tiling.exponent
+    s = jnp.where(ops.matrix_index(s.shape, 1) < ops.spread(room, s.shape, 0), s, MASK_VALUE)
+    maximum = jnp.maximum(sums.maximum, jnp.max(s, axis=1))
+    p = jnp.exp2(s - ops.spread(maximum, s.shape, 0))
+    decay = jnp.exp2(sums.maximum - maximum)
+    o = sums.o * ops.spread(decay, sums.o.shape, 0)
+    o = mma_sync.add_values(o, p.astype(values.dtype), values, of_warp=True, **options)
+    return _Sums(maximum, sums.total * decay + jnp.sum(p, axis=1), o)
+
+
+def add_parts(
+    parts: Any, statistics: Any, place: Any, rows: Any, columns: Any, splits: Sequence[Any]
+) -> tuple[Float[Array, "64 8"], Float[Array, "8"], Float[Array, "8"]]:
+    """`Oᵀ`, the denominator and the running maximum of some parts of 8 heads of one unit.
+
+    Args:
+      parts: Sums of each part, `[splits, places, features, heads]`.
+      statistics: Their running maxima and denominators, `[splits, places, 2, heads]`.
+      place: Which unit of which sequence.
+      rows: Which 64 features.
+      columns: Which heads.
+      splits: Which parts, in order.
+    """
+
+    def by_head(split: Any, index: int) -> Array:
+        return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
+
+    maxima = [by_head(split, 0) for split in splits]
+    maximum = functools.reduce(jnp.maximum, maxima)
+    weights = [jnp.exp2(x - maximum) for x in maxima]
+    totals = [by_head(split, 1) * weight for split, weight in zip(splits, weights, strict=True)]
+    total = functools.reduce(jnp.add, totals)
+
+    def weighted(split: Any, weight: Array) -> Array:
+        part = ops.read(parts.at[split, place, rows, columns])
+        return part * along_keys(weight, part.shape)
+
+    o = [weighted(split, weight) for split, weight in zip(splits, weights, strict=True)]
+    return functools.reduce(jnp.add, o), total, maximum
+
+
+def finish(
+    o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
+) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
+    """The output and the log-sum-exp of a finished sum; 0 and -inf where nothing was summed."""
+    is_empty = total == 0.0
+    safe = jnp.where(is_empty, 1.0, total)
+    lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / math.log2(math.e))
+    return o * along_keys(1.0 / safe, o.shape), lse
+
+
+def along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
+    """Repeats a row: one number for each head."""
+    return ops.spread(x, shape, 1)
+
+
+def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling: _Tiling) -> None:
+    """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
+    place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
+    first = jax.lax.axis_index("heads") * _COLUMNS
+    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _FEATURES, _FEATURES)
+    add = functools.partial(add_parts, parts, statistics, place, rows, columns)
+    first_parts = (tiling.splits - 1) % _PARTS + 1
+
+    def add_more(index: Any, sums: Any) -> Any:
+        start = first_parts + index * _PARTS
+        (o, total, maximum), more = sums, add([start + part for part in range(_PARTS)])
+        largest = jnp.maximum(maximum, more[2])
+        own, its = (jnp.exp2(x - largest) for x in (maximum, more[2]))
+        o = o * along_keys(own, o.shape) + more[0] * along_keys(its, o.shape)
+        return o, total * own + more[1] * its, largest
+
+    sums = add(range(first_parts))
+    if tiling.splits > _PARTS:
+        # Unrolled, it would load more parts at a time than registers hold.
+        rounds = mma_sync.unknown((tiling.splits - 1) // _PARTS, interpret=tiling.interpret)
+        sums = jax.lax.fori_loop(0, rounds, add_more, sums)
+    o, lse = finish(*sums)
+    if lse_out:
+
+        @pl.when(chunk == 0)
+        def _() -> None:
+            ops.write(lse_out[0].at[place, columns], lse)
+
+    target = out.at[pl.ds(place * tiling.group, tiling.group), rows]
+    mma_sync.write_columns(o, target, first, interpret=tiling.interpret)
+
+
+def _log2(x: int) -> int:
+    return x.bit_length() - 1
+
+
+def decode_attention_kernel(
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "L B S K H"],
+    value: Float[Array, "L B S K H"],
+    ids: Int[Array, "B M 1 P"],
+    counts: Int[Array, "B M 1"],
+    *,
+    layer: Int[Array, ""] | int,
+    kv_lengths: Int[Array, "B"],
+    scale: float,
+    block_size: int = 64,
+    return_lse: bool = False,
+    kernel_config: KernelConfig | None = None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
+    """Exact attention of one token per sequence over its listed blocks.
+
+    It runs on any NVIDIA GPU of compute capability 8.0 or higher.
+
+    Args:
+      query: The current token's queries, bfloat16 or float16, with a head_dim of 64 or 128.
+      key: Stacked cache of keys, the current token's included; `S` is a multiple of the block size.
+      value: Values, shaped like `key`.
+      ids: Key blocks of each list, in any order, for all heads (`M = 1`), each key/value head, or
+        each query head.
+      counts: Blocks in each list; what follows in `ids` is never read.
+      layer: Layer of the cache; it is not sliced.
+      kv_lengths: Keys present in each sequence; later ones may hold anything.
+      scale: Factor of the scores.
+      block_size: Tokens per block: 64, 128, or the 16 of a page.
+      return_lse: Whether to return the log-sum-exp of the scaled scores.
+      kernel_config: Sizes; the result does not depend on them beyond rounding. A step has 64 keys.
+
+    Returns:
+      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
+      `None`.
+
+    Raises:
+      ValueError: If the kernel cannot take these arguments.
+      NotImplementedError: If a derivative is taken.
+    """
+    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
+    reason = why_not_shape(query, block_size=block_size)
+    if reason is not None:
+        raise ValueError(f"query and block_size must fit the kernel: {reason}")
+    batch, _, num_heads, head_dim = query.shape
+    tiling = _Tiling.of(
+        query,
+        key,
+        ids,
+        scale=scale,
+        block_size=block_size,
+        return_lse=return_lse,
+        kernel_config=kernel_config,
+    )
+    make_kernel = functools.partial(
+        ops.kernel,
+        # No reduction here crosses warps but by this module's own hands, barriers included.
+        compiler_params=ops.compiler_params(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        interpret=ops.interpreter(tiling.interpret),
+    )
+    attend = make_kernel(
+        functools.partial(_attend_to_part, tiling=tiling),
+        out_type=tiling.parts if tiling.splits > 1 else tiling.outputs,
+        grid=(batch, tiling.splits, tiling.units),
+        grid_names=("batch", "split", "unit"),  # the last varies fastest
+        scratch_types=tiling.scratch,
+        kernel_name="block_sparse_decode",
+    )
+    outputs = without_derivative(attend)(
+        query.reshape(-1, head_dim),
+        key,
+        value,
+        ids[:, :, 0],
+        counts[:, :, 0],
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        kv_lengths.astype(jnp.int32),
+    )
+    if tiling.splits > 1:
+        combine = make_kernel(
+            functools.partial(_combine_parts, tiling=tiling),
+            out_type=tiling.outputs,
+            grid=(tiling.places, tiling.columns // _COLUMNS, head_dim // _FEATURES),
+            grid_names=("unit", "heads", "chunk"),
+            kernel_name="combine_decode",
+        )
+        outputs = combine(*outputs)
+    out = outputs[0].reshape(batch, 1, num_heads, head_dim)
+    if not return_lse:
+        return out, None
+    lse = outputs[1].reshape(batch, tiling.units, -1)[:, :, : tiling.group]
+    return out, lse.reshape(batch, 1, num_heads)

@@ -1,0 +1,1 @@
+"""Products of a few token rows with stacked weights."""

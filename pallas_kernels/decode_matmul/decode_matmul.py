@@ -1,0 +1,374 @@
+"""A few rows times one layer of stacked weights of 16 bits, on GPUs from Ampere on.
+
+    out_i[b, f] = Σ_d x[b, d] · W_i[layer, d, f]
+
+XLA would copy a layer out of the stack before it multiplies, which takes three passes over the
+weights instead of one. A norm before the product,
+
+    out_i[b, f] = Σ_d x[b, d] · g[layer, d] · W_i[layer, d, f] / sqrt(mean_d x[b, d]² + eps)
+
+is left to XLA: it multiplies the rows by `g` before and the sums by the root after.
+
+With so few rows the time is that of reading the weights. A warp has 64 columns and some of the
+inputs and shares nothing with the others: a thread reads its weights from global memory to
+registers, 16 bytes of each of four inputs, several such groups ahead, and multiplies with
+`mma.sync`. So there is no shared memory to wait for, and what is in flight is registers of all
+warps.
+
+*Which weight is where.* The sum over inputs knows no order, and columns may be dealt in any, so a
+thread multiplies those that it reads. With `g` and `t` the quotient and the remainder of a lane
+divided by four, it reads columns `8 g .. 8 g + 7` of the inputs `4 t .. 4 t + 3`. Tile `j` of four
+has the columns `8 g + 2 j` for its row `g` and `8 g + 2 j + 1` for its row `g + 8`; pairs of inputs
+are put together from two words by one instruction. A product leaves a thread eight adjacent columns
+of two rows of `x`, which it writes 16 bytes at a time.
+
+Parts of the inputs are added up by whoever reads the result, in their order: the same sum every
+time.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import scf as typed_scf
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+
+# Their annotations lack the operands that their functions take.
+arith: Any = typed_arith
+scf: Any = typed_scf
+
+_COLUMNS = 64  # of a warp
+_INPUTS = 64  # of a step of a warp
+_GROUP = 16  # inputs that are multiplied together
+_GROUPS = _INPUTS // _GROUP  # of a step, each read a step ahead
+_ROWS = 8  # of `x`, that one product takes
+_TILES = 4  # of 16 columns, of a warp
+_WORDS = 4  # in 16 bytes
+_LEAST_STEPS = 4  # of a part: what is added up later is little beside the weights
+_PROGRAMS = 1024  # in all, about: several for each place on the chip
+# The weights are read once; each read takes the rest of its 128 bytes to the second cache.
+_ONCE = ".nc.L1::no_allocate.L2::128B"
+_KINDS = {"bfloat16": "bf16", "float16": "f16"}
+
+MOST_ROWS = 32
+"""Rows that the kernel takes: the sums of more would not fit in registers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tiling:
+    """What is static about a call.
+
+    Attributes:
+      rows: Rows.
+      starts: The first 64 columns of each array of weights, and of none behind the last.
+      steps: Steps of inputs that there are.
+      own_steps: Steps of a part; the last part may have fewer.
+    """
+
+    rows: int
+    starts: tuple[int, ...]
+    steps: int
+    own_steps: int
+
+    @classmethod
+    def of(cls, x: Any, kernels: Sequence[Any]) -> "_Tiling":
+        """What warps have of these rows and weights."""
+        starts = [0]
+        for one in kernels:
+            starts.append(starts[-1] + one.shape[2] // _COLUMNS)
+        steps = x.shape[1] // _INPUTS
+        wanted = -(-_PROGRAMS // -(-starts[-1] // row_ops.WARPS))
+        parts = max(1, min(steps // _LEAST_STEPS, wanted))
+        return cls(rows=x.shape[0], starts=tuple(starts), steps=steps, own_steps=-(-steps // parts))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Programs: four warps with columns of their own, and parts of the inputs."""
+        return -(-self.starts[-1] // row_ops.WARPS), -(-self.steps // self.own_steps)
+
+
+def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling, interpret: bool) -> None:
+    """One program: some columns, some of the inputs."""
+    sources, targets = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
+    own_layer = layer[0]
+    if interpret:
+        _multiply_interpreted(x, own_layer, sources, targets, tile, part, tiling)
+        return
+    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(scalar, scalar, scalar, reference, *(reference,) * len(arrays)))
+    def multiply(_: Any, *arguments: Any) -> None:
+        layer, tile, part = (mlir.scalars(one)[0] for one in arguments[:3])
+        x, *others = arguments[3:]
+        half = len(others) // 2
+        _Warp(tiling, layer, tile, part, x, others[:half], others[half:]).run()
+
+    multiply(own_layer, tile, part, x, *arrays)
+
+
+def _multiply_interpreted(
+    x: Any, layer: Array, sources: Any, targets: Any, tile: Array, part: Array, tiling: _Tiling
+) -> None:
+    first = part * tiling.own_steps
+    inputs = jnp.arange(tiling.own_steps * _INPUTS, dtype=jnp.int32) + first * _INPUTS
+    is_there = inputs < x.shape[1]
+    inputs = jnp.minimum(inputs, x.shape[1] - 1)
+    rows = jnp.where(is_there, jnp.take(x[...], inputs, axis=1).astype(jnp.float32), 0)
+    for warp in range(row_ops.WARPS):
+        own = tile * row_ops.WARPS + warp
+        ends = zip(tiling.starts, tiling.starts[1:], sources, targets, strict=False)
+        for start, end, source, target in ends:
+
+            @pl.when((own >= start) & (own < end))
+            def _(own: Any = own, start: int = start, source: Any = source, to: Any = target):
+                columns = pl.ds((own - start) * _COLUMNS, _COLUMNS)
+                weights = jnp.take(source[layer, :, columns], inputs, axis=0)
+                weights = jnp.where(is_there[:, None], weights.astype(jnp.float32), 0)
+                to[part, :, columns] = jnp.dot(rows, weights, precision=jax.lax.Precision.HIGHEST)
+
+
+class _Warp:
+    """What one warp does; every value here is one thread's."""
+
+    def __init__(
+        self,
+        tiling: _Tiling,
+        layer: ir.Value,
+        tile: ir.Value,
+        part: ir.Value,
+        x: ir.Value,
+        sources: Sequence[ir.Value],
+        targets: Sequence[ir.Value],
+    ) -> None:
+        """Finds the thread's place."""
+        self._tiling, self._x, self._part = tiling, x, part
+        self._kind = _KINDS[_name(x)]
+        self._sums = -(-tiling.rows // _ROWS)  # products of eight rows
+        _, self._inputs = ir.MemRefType(x.type).shape
+        lane = mlir.lane()
+        self._group, self._place = arith.shrui(lane, _int(2)), arith.andi(lane, _int(3))
+        own = arith.addi(arith.muli(tile, _int(row_ops.WARPS)), mlir.warp())
+        self._is_there = _less(own, _int(tiling.starts[-1]))
+        self._first = arith.muli(part, _int(tiling.own_steps))
+        left = arith.subi(_int(tiling.steps), self._first)
+        self._count = arith.minsi(left, _int(tiling.own_steps))
+        # Of the array that the columns belong to: where its layer and its results begin.
+        self._own: list[ir.Value] = []
+        for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            width = ir.MemRefType(source.type).shape[2]
+            column = arith.muli(arith.subi(own, _int(tiling.starts[index])), _int(_COLUMNS))
+            column = arith.addi(column, arith.muli(self._group, _int(8)))
+            # A stack may have more than 2^31 weights, a layer has fewer.
+            before = arith.muli(_long(layer), _long(_int(self._inputs * width)))
+            weights = mlir.address(source, arith.addi(before, _long(column)))
+            found = [weights, mlir.address(target, column), _int(width)]
+            if index:
+                is_later = _less(_int(tiling.starts[index] - 1), own)
+                both = zip(found, self._own, strict=True)
+                found = [arith.select(is_later, one, other) for one, other in both]
+            self._own = found
+
+    def run(self) -> None:
+        """All inputs of the part."""
+        zero = arith.constant(ir.F32Type.get(), 0.0)
+        index = ir.IndexType.get()
+        held = [x for group in range(_GROUPS) for x in self._load(_int(0), group)]
+        sums = [zero] * (4 * _TILES * self._sums)
+        bounds = (arith.constant(index, 0), mlir.index(self._count), arith.constant(index, 1))
+        loop = scf.ForOp(*bounds, [*held, *sums])
+        with ir.InsertionPoint(loop.body):
+            step = arith.index_cast(mlir.i32(), loop.induction_variable)
+            carried = list(loop.inner_iter_args)
+            each = len(held) // _GROUPS
+            sums = carried[len(held) :]
+            for group in range(_GROUPS):
+                own = slice(group * each, (group + 1) * each)
+                sums = self._add(carried[own], sums)
+                carried[own] = self._load(arith.addi(step, _int(1)), group)
+            scf.yield_([*carried[: len(held)], *sums])
+        self._write(list(loop.results)[len(held) :])
+
+    def _load(self, step: ir.Value, group: int) -> list[ir.Value]:
+        """Starts to read the weights of a group of inputs, and the rows."""
+        weights, _, width = self._own
+        is_there = arith.andi(self._is_there, _less(step, self._count))
+        flag = arith.extui(mlir.i32(), is_there)
+        first = arith.muli(arith.addi(self._first, step), _int(_INPUTS))
+        first = arith.addi(first, arith.muli(self._place, _int(4)))
+        first = arith.addi(first, _int(group * _GROUP))
+        found: list[ir.Value] = []
+        kind = ir.MemRefType(self._x.type).element_type
+        for index in range(4):
+            place = arith.muli(arith.addi(first, _int(index)), width)
+            start = mgpu.utils.getelementptr(weights, [place], kind)
+            found += mlir.load(start, _WORDS, flag, how=_ONCE)
+        for block in range(self._sums):
+            row = arith.addi(self._group, _int(_ROWS * block))
+            is_row = arith.andi(is_there, _less(row, _int(self._tiling.rows)))
+            place = arith.addi(arith.muli(row, _int(self._inputs)), first)
+            flag = arith.extui(mlir.i32(), is_row)
+            found += mlir.load(mlir.address(self._x, place), 2, flag)
+        return found
+
+    def _add(self, held: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
+        """The sums with the products of a group of inputs."""
+        weights = [held[_WORDS * index : _WORDS * (index + 1)] for index in range(4)]
+        rows = held[4 * _WORDS :]
+        sums = list(sums)
+        for tile in range(_TILES):
+            # Inputs 4 t and 4 t + 1 of both columns, then 4 t + 2 and 4 t + 3.
+            left = [
+                mlir.run(
+                    f"prmt.b32 $0, $1, $2, {selector};",
+                    weights[index][tile],
+                    weights[index + 1][tile],
+                )
+                for index in (0, 2)
+                for selector in ("0x5410", "0x7632")
+            ]
+            for block in range(self._sums):
+                first = 4 * (tile * self._sums + block)
+                own = slice(first, first + 4)
+                right = rows[2 * block : 2 * block + 2]
+                sums[own] = mlir.multiply(self._kind, left, right, sums[own])
+        return sums
+
+    def _write(self, sums: list[ir.Value]) -> None:
+        """Puts down two rows of eight adjacent columns, of each eight rows."""
+        _, target, width = self._own
+        rows = self._tiling.rows
+        first = arith.muli(self._part, _int(rows))
+        for block in range(self._sums):
+            for own in range(2):
+                row = arith.addi(arith.muli(self._place, _int(2)), _int(_ROWS * block + own))
+                place = arith.muli(arith.addi(first, row), width)
+                start = mgpu.utils.getelementptr(target, [place], ir.F32Type.get())
+                values = [
+                    sums[4 * (tile * self._sums + block) + half + own]
+                    for tile in range(_TILES)
+                    for half in (0, 2)
+                ]
+                with mgpu.when(arith.andi(self._is_there, _less(row, _int(rows)))):
+                    for half in range(2):
+                        mlir.store(start, values[4 * half : 4 * half + 4], offset=16 * half)
+
+
+def _name(ref: ir.Value) -> str:
+    """The name of the type of a reference's numbers."""
+    kind = ir.MemRefType(ref.type).element_type
+    return "bfloat16" if isinstance(kind, ir.BF16Type) else "float16"
+
+
+def _less(left: ir.Value, right: ir.Value) -> ir.Value:
+    """Whether one integer is below another."""
+    return arith.cmpi(arith.CmpIPredicate.slt, left, right)
+
+
+def _long(value: ir.Value) -> ir.Value:
+    """An integer of 32 bits in 64."""
+    return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+_int = mlir.constant
+
+
+def why_not_decode_matmul(
+    x: Any,
+    kernels: Sequence[Any],
+    scale: Any = None,
+    *,
+    is_transposed: bool = False,
+    weight_scales: Sequence[Any] | None = None,
+) -> str | None:
+    """Why the kernel cannot take these rows and weights, or `None` if it can.
+
+    Args:
+      x: Rows `[B, D]`, an array or its abstract shape.
+      kernels: Weights `[L, D, F]`, likewise.
+      scale: Of a norm `[L, D]`, likewise.
+      is_transposed: Whether weights are `[L, F, D]`, which it does not take.
+      weight_scales: Scales of weights of eight bits, which it does not take.
+    """
+    names = {str(one.dtype) for one in (x, *kernels, *([] if scale is None else [scale]))}
+    if len(names) != 1 or not names <= set(_KINDS):
+        return f"it takes bfloat16 or float16 for all arrays, not {', '.join(sorted(names))}"
+    if is_transposed or weight_scales is not None:
+        return "it takes weights [L, D, F] without scales"
+    if x.shape[0] > MOST_ROWS:
+        return f"it takes at most {MOST_ROWS} rows, not {x.shape[0]}"
+    widths = [one.shape[2] for one in kernels]
+    if x.shape[1] % _INPUTS or any(width % _COLUMNS for width in widths):
+        return f"it takes multiples of {_INPUTS} inputs and columns, not {x.shape[1]} and {widths}"
+    return None
+
+
+def decode_matmul_kernel(
+    x: Float[Array, "B D"],
+    kernels: Sequence[Float[Array, "L D _"]],
+    layer: Int[Array, ""],
+    *,
+    scale: Float[Array, "L D"] | None = None,
+    eps: float = 0.0,
+    is_transposed: bool = False,
+    weight_scales: Sequence[Any] | None = None,
+    interpret: bool = False,
+) -> list[Float[Array, "B _"]]:
+    """`out_i` of the module.
+
+    Its arguments are those of `hopper_decode_matmul_kernel`, which takes quantised weights.
+
+    Args:
+      x: Rows in bfloat16 or float16, at most `MOST_ROWS`.
+      kernels: Weights of all layers in the same type; `D` and each `F` are multiples of 64.
+      layer: The layer.
+      scale: `g` of all layers, in the same type; without it there is no norm.
+      eps: What the norm adds to the mean of squares.
+      is_transposed: Must be `False`.
+      weight_scales: Must be `None`.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Float32 for each array of weights.
+
+    Raises:
+      ValueError: If the kernel cannot take these arguments.
+    """
+    reason = why_not_decode_matmul(
+        x, kernels, scale, is_transposed=is_transposed, weight_scales=weight_scales
+    )
+    if reason is not None:
+        raise ValueError(f"x and kernels must fit the kernel: {reason}")
+    tiling = _Tiling.of(x, kernels)
+    rows, inverse = x, None
+    if scale is not None:
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
+        rows = (wide * scale[layer][None].astype(jnp.float32)).astype(x.dtype)
+    parts = tiling.grid[1]
+    found = ops.kernel(
+        functools.partial(_multiply, tiling=tiling, interpret=interpret),
+        out_type=[
+            jax.ShapeDtypeStruct((parts, tiling.rows, one.shape[2]), jnp.float32) for one in kernels
+        ],
+        grid=tiling.grid,
+        grid_names=("tile", "part"),
+        compiler_params=ops.compiler_params(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        interpret=ops.interpreter(interpret),
+        kernel_name="decode_matmul_kernel",
+    )(rows, layer.astype(jnp.int32).reshape(1), *kernels)
+    sums = [jnp.sum(one, axis=0) for one in found]
+    return sums if inverse is None else [one * inverse for one in sums]

@@ -1,0 +1,86 @@
+"""Converts quantised weights to bfloat16 in registers, for the tensor cores of Hopper.
+
+bfloat16 has all bits of float8_e4m3fn and of int8, so that nothing is rounded. A thread reads the
+weights that it holds of the product's left operand, so that threads exchange nothing. It reads
+pairs from swizzled shared memory and converts a pair in four instructions.
+
+* float8_e4m3fn: one to float16, two to float32 and one to bfloat16. NaN stays NaN; there is no
+  infinity.
+* int8: the byte `b` becomes the lower half of a bfloat16 number whose upper half is 0x43. With the
+  byte's top bit cleared that is `128 + b % 128`, and with the other bits cleared 128, or 256 if the
+  byte is negative. The difference of both is `b`.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import llvm as typed_llvm
+from jaxlib.mlir.dialects import vector
+from jaxtyping import Array
+
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+from sketchwalk_jax.pallas_kernels.lib import ops
+
+# Their annotations lack the operands that their functions take.
+arith: Any = typed_arith
+llvm: Any = typed_llvm
+
+TYPES = ("float8_e4m3fn", "int8")
+"""Types of weights of eight bits."""
+
+_PAIR = """
+  {
+  .reg .b32 both, low, top;
+  prmt.b32 both, $1, $2, 0x4140;
+  and.b32 low, both, 0xff7fff7f;
+  and.b32 top, both, 0xff80ff80;
+  sub.bf16x2 $0, low, top;
+  }"""
+_UPPER = 0x43
+
+
+def to_bfloat16(weights: Any, *, interpret: bool) -> Array:
+    """A tile of weights in bfloat16, in `ops.ACCUMULATOR`.
+
+    Args:
+      weights: `[64, columns]` of one of `TYPES` in shared memory, lines of 128 bytes swizzled.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    narrow = ops.read(weights)
+    if narrow.dtype != jnp.int8:
+        return narrow.astype(jnp.float32).astype(jnp.bfloat16)
+    if interpret:
+        return narrow.astype(jnp.bfloat16)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ops.ACCUMULATOR,),
+        return_type=plgpu.ShapeDtypeStruct(
+            narrow.shape, jnp.dtype(jnp.bfloat16), layout=ops.ACCUMULATOR
+        ),
+    )
+    def widen(_: Any, narrow: Any) -> Any:
+        upper = mlir.constant(_UPPER)
+        registers = narrow.registers.copy()
+        for index, pair in enumerate(narrow.registers.flat):
+            registers.flat[index] = _pair(pair, upper)
+        return mgpu.FragmentedArray(_registers=registers, _layout=narrow.layout, _is_signed=None)
+
+    return widen(narrow)
+
+
+def _pair(pair: ir.Value, upper: ir.Value) -> ir.Value:
+    """Two whole numbers of eight bits in bfloat16."""
+    short = ir.IntegerType.get_signless(16)
+    one = vector.bitcast(ir.VectorType.get((1,), short), pair)
+    both = arith.extui(mlir.i32(), vector.extract(one, [], [0]))
+    return _as_pair(llvm.inline_asm(mlir.i32(), [both, upper], _PAIR, "=r,r,r"))
+
+
+def _as_pair(word: ir.Value) -> ir.Value:
+    """A word as two numbers in bfloat16."""
+    found = vector.broadcast(ir.VectorType.get((1,), mlir.i32()), word)
+    return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), found)

@@ -1,0 +1,576 @@
+"""Decode matmul with weights of eight bits on Hopper: a few rows times one layer of a stack.
+
+    out_i[b, f] = Σ_d x[b, d] · W_i[layer, d, f]
+    W_i[layer, d, f] = q_i[layer, f, d] · s_i[layer, f]
+
+for one or several arrays of weights that share their input, such as those of queries, keys and
+values. The weights `q` (float8_e4m3fn or int8) lie with the inputs last, and have a scale `s` for
+each output. The kernel reads them once and in place: XLA would copy a layer out of the stack before
+it multiplies, which takes three passes over it instead of one. If the input goes through a norm,
+
+    out_i[b, f] = Σ_d x[b, d] · g[layer, d] · W_i[layer, d, f] / sqrt(mean_d x[b, d]² + eps)
+
+the programs multiply by `g` after they have copied the rows, and some add up the squares.
+`decode_matmul_kernel` multiplies weights of 16 bits.
+
+The kernel never rounds rows to eight bits. It multiplies up to eight rows as sums of digits of
+eight bits (`digits`), so that the tensor cores read the weights without a conversion. With more
+rows, digits would take longer than the weights. The kernel then widens the weights to bfloat16 in
+registers (`widen`), which rounds nothing. A scale multiplies the sum of a column in float32. A
+weight or a scale that is not finite spoils its column, and an input its row; an int8 weight is
+always finite.
+
+With so few rows, reading the weights takes all of the time. A program has 64 columns of one array
+and a part of the inputs. It copies tiles of 64 x 128 or 64 x 256 weights, several of them ahead,
+and multiplies with the tensor cores. The weights are the left operand, so that eight columns of the
+right operand are enough for the rows. XLA adds up the parts, always in the same order, and then
+multiplies by the scales and divides by the root.
+
+Rows of digits take so little time that starting programs one after another would be a large part
+of it. There are then as many programs as the GPU holds at once. The tiles of all columns form one
+sequence, each program has an equal share of it, and its copies continue where its columns end and
+the next begin. So the number of programs that share some columns differs from column to column.
+"""
+
+import dataclasses
+import functools
+import operator
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Num
+
+from sketchwalk_jax.pallas_kernels.config import num_multiprocessors, shared_memory
+from sketchwalk_jax.pallas_kernels.decode_matmul import dequantize, operand_split
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+
+_TILE = 64  # columns of a tile of weights
+# Inputs of a line. With one row a tile has two lines if shared memory has room for two such tiles:
+# waiting, copying and splitting rows then cost less per weight.
+_LINE = operand_split.LINE
+_LEAST_ROWS = 8  # that tensor cores take
+_SHARED_BYTES = 74 * 1024  # of a program, so that a multiprocessor runs three
+# The same if the registers of many rows allow only two programs.
+_SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
+_REDUCTION_BYTES = 2048  # of these, for adding up squares
+_MOST_STAGES = 8
+_MOST_COPIED = 256  # entries along an axis of one copy
+_LEAST_INPUTS = 1024  # of a part of widened weights
+_PROGRAMS = 1024  # about, in all: several for each multiprocessor, and few parts to add up
+# For rows of digits, by whether there is one row: programs that a multiprocessor runs at once, and
+# the most lines of a tile. These were the fastest of those measured.
+_SHARES = {True: (3, 2), False: (5, 1)}
+_LEAST_SHARE = 2  # tiles of a program
+_RESERVED_BYTES = 2 * 1024  # of shared memory, for each program
+# The layout in which a warpgroup reads and writes 64 inputs or columns row by row.
+_TURNED = plgpu.Layout.WGMMA_TRANSPOSED
+
+MOST_ROWS = 64
+"""Rows that the kernel takes; with more, products are no longer bound by memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """The static sizes of a call.
+
+    Attributes:
+      dtype: Type of the weights.
+      depth: Inputs of a tile.
+      rows: Rows, rounded up to a multiple of eight.
+      num_rows: `rows`, or the number of rows if that is less than eight.
+      starts: The first 64 columns of each array of weights among those of all, and their number.
+      steps: Tiles along the inputs.
+      own_steps: Tiles along the inputs of a program with widened weights; the last may have fewer.
+      programs: Programs that share all tiles if rows are digits.
+      stages: Tiles in shared memory.
+      has_norm: Whether the input goes through a norm.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    dtype: Any
+    depth: int
+    rows: int
+    num_rows: int
+    starts: tuple[int, ...]
+    steps: int
+    own_steps: int
+    programs: int
+    stages: int
+    has_norm: bool
+    interpret: bool
+
+    @property
+    def has_digits(self) -> bool:
+        """Whether rows are multiplied as sums of digits of eight bits."""
+        return self.num_rows <= operand_split.MOST_ROWS
+
+    @property
+    def columns(self) -> int:
+        """Columns that the tensor cores multiply."""
+        return (
+            operand_split.num_columns(self.num_rows, self.dtype) if self.has_digits else self.rows
+        )
+
+    @property
+    def piece(self) -> int:
+        """Inputs that one copy of rows takes."""
+        return min(self.depth, _MOST_COPIED)
+
+    @property
+    def parts(self) -> int:
+        """The most programs that share the inputs of some columns."""
+        if self.has_digits:
+            return max(self.counts)
+        return -(-self.steps // self.own_steps)
+
+    def begin_of(self, program: Any) -> Any:
+        """The first tile of a program's share of the sequence of all tiles."""
+        return _divide(program * (self.starts[-1] * self.steps), self.programs)
+
+    def program_of(self, place: Any) -> Any:
+        """The program whose share has a tile of that sequence."""
+        return _divide((place + 1) * self.programs - 1, self.starts[-1] * self.steps)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many programs share the inputs of each 64 columns if rows are digits."""
+        ends = [(tile * self.steps, (tile + 1) * self.steps - 1) for tile in range(self.starts[-1])]
+        return [self.program_of(last) - self.program_of(first) + 1 for first, last in ends]
+
+    @property
+    def slots(self) -> int:
+        """Buffers of rows that tensor cores read. Digits need two: one is written meanwhile."""
+        return 2 if self.has_digits else self.stages
+
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory of all stages, and a barrier for each stage."""
+        stages = self.stages
+        copies = 1 + (1 + self.has_norm) * (self.depth // self.piece)
+        own: dict[str, Any] = {
+            "inputs": ops.tiled(
+                (self.slots, self.columns, self.depth),
+                self.dtype if self.has_digits else jnp.bfloat16,
+            ),
+            "weights": ops.tiled((stages, _TILE, self.depth), self.dtype),
+            "sums": plgpu.SMEM((self.columns, _TILE), jnp.float32),
+            "filled": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        }
+        if self.has_digits:
+            shape = (self.slots, self.depth // _LINE, self.columns)
+            own["powers"] = plgpu.SMEM(shape, jnp.float32)
+            own["sums_of_rows"] = plgpu.SMEM((self.num_rows, _TILE), jnp.float32)
+            own["arrived"] = plgpu.SMEM((stages, self.num_rows, self.depth), jnp.bfloat16)
+        if self.has_digits and self.has_norm:
+            count = operand_split.num_squares(self.num_rows, self.depth)
+            own["squares_of_lines"] = plgpu.SMEM((count // row_ops.LANES,), jnp.float32)
+        if self.has_norm:
+            own["scales"] = plgpu.SMEM((stages, self.depth), jnp.bfloat16)
+        return own
+
+
+def _divide(number: Any, by: int) -> Any:
+    """The whole part of a quotient; `number` is not negative."""
+    return number // by if isinstance(number, int) else jax.lax.div(number, by)
+
+
+def _multiply(x: Any, layer: Any, *arrays: Any, tiling: Tiling, **scratch: Any) -> None:
+    """One program: some columns, some of the inputs."""
+    program: type[_DigitsProgram | _WidenedProgram]
+    program = _DigitsProgram if tiling.has_digits else _WidenedProgram
+    program(tiling, x, layer, arrays, scratch).run()
+
+
+class _Program:
+    """The copies and writes of one program; subclasses multiply."""
+
+    def __init__(
+        self, tiling: Tiling, x: Any, layer: Any, arrays: Sequence[Any], scratch: dict[str, Any]
+    ) -> None:
+        """Finds the program's share.
+
+        Args:
+          tiling: The static sizes.
+          x: Rows.
+          layer: The layer.
+          arrays: The norm's scale if there is one, weights, results, and with a norm the squares.
+          scratch: Shared memory, described by `Tiling.scratch`.
+        """
+        self._tiling, self._x = tiling, x
+        self._own = types.SimpleNamespace(**scratch)
+        every: tuple[Any, ...] = tuple(arrays) if tiling.has_norm else (None, *arrays, None)
+        self._scale, *others, self._squares = every
+        count = len(tiling.starts) - 1
+        self._sources, self._targets = others[:count], others[count:]
+        # The target of copies of rows.
+        self._rows = self._own.arrived if tiling.has_digits else self._own.inputs
+        self._begin, self._count = self._share()
+        self._layer = layer[0]
+        for step in range(tiling.stages - 1):
+            self._load(jnp.int32(step))
+
+    def _share(self) -> tuple[Any, Any]:
+        """The first tile of the program, and the number of its tiles."""
+        raise NotImplementedError
+
+    def _place_of(self, step: Any) -> tuple[Any, Any]:
+        """The 64 columns of a step of the program, and which of their tiles it multiplies."""
+        raise NotImplementedError
+
+    def _of_array(self, tile: Any, body: Any) -> None:
+        """Runs `body(index, columns)` for the array that a tile's columns belong to."""
+        starts = self._tiling.starts
+        for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+
+            @pl.when((tile >= start) & (tile < end))
+            def _(index: int = index, start: int = start) -> None:
+                body(index, pl.ds((tile - start) * _TILE, _TILE))
+
+    def _load(self, step: Any) -> None:
+        """Starts the copies for a step of the program, if there is such a step."""
+        tiling, own = self._tiling, self._own
+
+        @pl.when(step < self._count)
+        def _() -> None:
+            slot = jax.lax.rem(step, tiling.stages)
+            tile, place = self._place_of(step)
+            start = place * tiling.depth
+            inputs = pl.ds(start, tiling.depth)
+            target = self._rows.at[slot]
+            for piece in range(0, tiling.depth, tiling.piece):
+                source, where = pl.ds(start + piece, tiling.piece), pl.ds(piece, tiling.piece)
+                whole = tiling.piece == tiling.depth
+                part = target if whole else target.at[:, where]
+                plgpu.copy_gmem_to_smem(self._x.at[:, source], part, own.filled.at[slot])
+                if tiling.has_norm:
+                    part = own.scales.at[slot] if whole else own.scales.at[slot, where]
+                    scale = self._scale.at[self._layer, source]
+                    plgpu.copy_gmem_to_smem(scale, part, own.filled.at[slot])
+
+            def copy(index: int, columns: Any) -> None:
+                source = self._sources[index].at[self._layer, columns, inputs]
+                plgpu.copy_gmem_to_smem(source, own.weights.at[slot], own.filled.at[slot])
+
+            self._of_array(tile, copy)
+
+    def _put(self, sums: Any, tile: Any, part: Any) -> None:
+        """Starts to write the sums of some columns to their part of the result."""
+
+        def copy(index: int, columns: Any) -> None:
+            target = self._targets[index].at[part, pl.ds(0, self._tiling.num_rows), columns]
+            plgpu.copy_smem_to_gmem(sums, target)
+
+        self._of_array(tile, copy)
+
+
+class _DigitsProgram(_Program):
+    """Multiplies rows as digits of eight bits; tensor cores read the weights unconverted."""
+
+    def _share(self) -> tuple[Any, Any]:
+        self._program = jax.lax.axis_index("program")
+        begin = self._tiling.begin_of(self._program)
+        return begin, self._tiling.begin_of(self._program + 1) - begin
+
+    def _place_of(self, step: Any) -> tuple[Any, Any]:
+        place = self._begin + step
+        return jax.lax.div(place, self._tiling.steps), jax.lax.rem(place, self._tiling.steps)
+
+    def run(self) -> None:
+        """All tiles of the program."""
+        tiling, shape = self._tiling, (_TILE, self._tiling.columns)
+        none = None
+        if tiling.has_norm:
+            count = operand_split.num_squares(tiling.num_rows, tiling.depth)
+            none = ops.full((count,), 0.0, operand_split.squares_layout(count))
+        jax.lax.fori_loop(0, self._count, self._step, (ops.full(shape, 0.0), none))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _step(self, index: Any, carry: Any) -> Any:
+        """Adds one tile to the sums of its columns and the squares of rows."""
+        (total, found), tiling, own = carry, self._tiling, self._own
+        slot, written = jax.lax.rem(index, tiling.stages), jax.lax.rem(index, tiling.slots)
+        plgpu.barrier_wait(own.filled.at[slot])
+        norm = (own.scales.at[slot], found) if tiling.has_norm else ()
+        operands = own.inputs.at[written], own.powers.at[written], own.arrived.at[slot], *norm
+        found = operand_split.write(*operands, interpret=tiling.interpret)
+        plgpu.commit_smem()  # all warps have multiplied the slot that is filled next
+        self._load(index + tiling.stages - 1)
+        for line in range(tiling.depth // _LINE):
+            part = pl.ds(line * _LINE, _LINE)
+            rows = own.inputs.at[written, :, part], own.powers.at[written, line]
+            left = own.weights.at[slot, :, part]
+            total = operand_split.add_line(total, left, *rows, interpret=tiling.interpret)
+        tile, place = self._place_of(index)
+        is_last = (place == tiling.steps - 1) | (index == self._count - 1)
+        # A program with some of the first columns begins with them, so `found` is theirs.
+        pl.when(is_last)(functools.partial(self._finish, total, found, tile))
+        return jnp.where(is_last, ops.full(total.shape, 0.0), total), found
+
+    def _finish(self, products: Any, found: Any, tile: Any) -> None:
+        """Writes the sums of some columns."""
+        tiling, own = self._tiling, self._own
+        part = self._program - tiling.program_of(tile * tiling.steps)
+        plgpu.wait_smem_to_gmem(0)  # of the columns before
+        ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
+        plgpu.commit_smem()
+        operand_split.add_digits(
+            own.sums, own.sums_of_rows, own.inputs.dtype, interpret=tiling.interpret
+        )
+        plgpu.commit_smem()
+        self._put(own.sums_of_rows, tile, part)
+        if tiling.has_norm:
+
+            @pl.when(tile == 0)
+            def _() -> None:
+                operand_split.sum_squares(found, own.squares_of_lines, interpret=tiling.interpret)
+                plgpu.commit_smem()
+                lines = tiling.depth // _LINE
+                for row in range(tiling.num_rows):
+                    of_row = [own.squares_of_lines[row * lines + line] for line in range(lines)]
+                    ops.write(self._squares.at[part, row], functools.reduce(operator.add, of_row))
+
+
+class _WidenedProgram(_Program):
+    """Widens weights to the type of the rows."""
+
+    def _share(self) -> tuple[Any, Any]:
+        self._tile, self._part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
+        begin = self._part * self._tiling.own_steps
+        return begin, jnp.minimum(self._tiling.own_steps, self._tiling.steps - begin)
+
+    def _place_of(self, step: Any) -> tuple[Any, Any]:
+        return self._tile, self._begin + step
+
+    def run(self) -> None:
+        """All tiles of the program."""
+        tiling, own = self._tiling, self._own
+        shape = (_TILE, tiling.columns)
+        products, found = ops.with_accumulator(self._add_up, shape, interpret=tiling.interpret)
+        # Transposed: the sums of a row are adjacent, so that only existing rows are written.
+        ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
+        plgpu.commit_smem()
+        if tiling.has_norm:
+
+            @pl.when(self._tile == 0)
+            def _() -> None:
+                ops.write(self._squares.at[self._part], jnp.sum(found, axis=0))
+
+        self._put(own.sums.at[pl.ds(0, tiling.num_rows)], self._tile, self._part)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _add_up(self, total: ops.Accumulator) -> Any:
+        """The sums of the program's columns, and with a norm the squares of rows."""
+        tiling, own = self._tiling, self._own
+
+        def step(index: Any, found: Any) -> Any:
+            slot = jax.lax.rem(index, tiling.stages)
+            plgpu.barrier_wait(own.filled.at[slot])
+            if tiling.has_norm:
+                found = self._multiply_by_scale(slot, found)
+            # All warps have multiplied the slot that is filled next.
+            total.wait(in_flight=0)
+            if tiling.has_norm:
+                plgpu.commit_smem()
+            else:
+                row_ops.barrier(interpret=tiling.interpret)
+            self._load(index + tiling.stages - 1)
+            left = dequantize.to_bfloat16(own.weights.at[slot], interpret=tiling.interpret)
+            total.add_product(left, own.inputs.at[slot].transpose((1, 0)))
+            return found
+
+        none: Any = ()
+        if tiling.has_norm:
+            none = ops.full((tiling.depth, tiling.rows), 0.0, _TURNED)
+        found = total.loop(self._count, step, none)
+        return total.load(), found
+
+    def _multiply_by_scale(self, slot: Any, found: Any) -> Any:
+        """Multiplies the inputs of a slot by the norm's scale; adds their squares to `found`."""
+        inputs = self._own.inputs.at[slot].transpose((1, 0))
+        rows = plgpu.load(inputs, layout=_TURNED, optimized=True)
+        wide = rows.astype(jnp.float32)
+        found = found + wide * wide
+        factor = ops.read(self._own.scales.at[slot], _TURNED.reduce(1)).astype(jnp.float32)
+        factor = jax.lax.broadcast_in_dim(factor, wide.shape, (0,))
+        rows = (wide * plgpu.layout_cast(factor, _TURNED)).astype(jnp.bfloat16)
+        ops.write(inputs, rows, optimized=True)
+        return found
+
+
+def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool, interpret: bool = False) -> Tiling:
+    """The tiling for rows and weights, which are arrays or abstract shapes."""
+    num_rows, num_inputs = x.shape
+    rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
+    starts = [0]
+    for one in kernels:
+        starts.append(starts[-1] + one.shape[1] // _TILE)
+    parts = max(1, min(num_inputs // _LEAST_INPUTS, _PROGRAMS // starts[-1]))
+    resident, most = _SHARES[num_rows == 1]
+    lines = [one for one in (2, 1) if one <= most and num_inputs % (one * _LINE) == 0]
+    for count in lines if num_rows <= operand_split.MOST_ROWS else [1]:
+        depth = count * _LINE
+        steps = num_inputs // depth
+        tiling = Tiling(
+            dtype=kernels[0].dtype,
+            depth=depth,
+            rows=rows,
+            num_rows=num_rows if num_rows < _LEAST_ROWS else rows,
+            starts=tuple(starts),
+            steps=steps,
+            own_steps=-(-steps // parts),
+            programs=max(
+                1, min(num_multiprocessors() * resident, starts[-1] * steps // _LEAST_SHARE)
+            ),
+            stages=1,
+            has_norm=has_norm,
+            interpret=interpret,
+        )
+        shared_bytes = _SHARED_BYTES
+        if tiling.has_digits:
+            shared_bytes = shared_memory() // resident - _RESERVED_BYTES
+        elif rows > _FEW_ROWS:
+            shared_bytes = _SHARED_BYTES_OF_TWO
+        tiling = dataclasses.replace(tiling, stages=_stages(tiling, shared_bytes))
+        if tiling.stages > 1:
+            break
+    return tiling
+
+
+def _stages(tiling: Tiling, shared_bytes: int) -> int:
+    """The number of tiles that fit into so much shared memory."""
+    depth = tiling.depth
+    # The weights, the scale of the norm, and the rows.
+    stage_bytes = (_TILE + 2 + 2 * tiling.num_rows) * depth
+    other_bytes = 4 * _TILE * tiling.columns + (_REDUCTION_BYTES if tiling.has_norm else 0)
+    if tiling.has_digits:
+        other_bytes += tiling.slots * tiling.columns * (depth + 4 * depth // _LINE)
+        other_bytes += 4 * _TILE * tiling.num_rows
+    return min(_MOST_STAGES, (shared_bytes - other_bytes) // stage_bytes)
+
+
+def why_not_hopper_decode_matmul(
+    x: Any,
+    kernels: Sequence[Any],
+    scale: Any = None,
+    *,
+    is_transposed: bool = True,
+    weight_scales: Sequence[Any] | None = None,
+) -> str | None:
+    """Why the kernel cannot take these rows and weights, or `None` if it can.
+
+    Args:
+      x: Rows `[B, D]`, an array or its abstract shape.
+      kernels: Weights `[L, F, D]`, likewise.
+      scale: Scale of a norm `[L, D]`, likewise.
+      is_transposed: Whether weights are `[L, F, D]`; the kernel needs `True`.
+      weight_scales: Scales of the weights, `[L, F]` for each array, likewise.
+    """
+    own = {str(one.dtype) for one in kernels}
+    if x.dtype != jnp.bfloat16 or len(own) != 1 or not own <= set(dequantize.TYPES):
+        names = " or ".join(dequantize.TYPES)
+        return f"it takes bfloat16 times {names}, not {x.dtype} times {', '.join(sorted(own))}"
+    if weight_scales is None:
+        return f"weights of eight bits need weight_scales, got {kernels[0].dtype}"
+    if not is_transposed:
+        return "weights of eight bits must be [L, F, D], is_transposed=True"
+    shapes = [tuple(one.shape) for one in weight_scales]
+    wanted = [tuple(one.shape[:2]) for one in kernels]
+    if shapes != wanted:
+        return f"weight_scales must be {wanted}, not {shapes}"
+    if scale is not None and scale.dtype != x.dtype:
+        return f"it takes a scale in bfloat16, not {scale.dtype}"
+    if x.shape[0] > MOST_ROWS:
+        return f"it takes at most {MOST_ROWS} rows, not {x.shape[0]}"
+    widths = [one.shape[1] for one in kernels]
+    if x.shape[1] % _LINE or any(width % _TILE for width in widths):
+        both = f"{_LINE} inputs and {_TILE} columns"
+        return f"it takes multiples of {both}, not {x.shape[1]} and {widths}"
+    return None
+
+
+def hopper_decode_matmul_kernel(
+    x: Float[Array, "B D"],
+    kernels: Sequence[Num[Array, "L _ D"]],
+    layer: Int[Array, ""],
+    *,
+    scale: Float[Array, "L D"] | None = None,
+    eps: float = 0.0,
+    is_transposed: bool = True,
+    weight_scales: Sequence[Float[Array, "L _"]] | None = None,
+    interpret: bool = False,
+) -> list[Float[Array, "B _"]]:
+    """`out_i` of the module.
+
+    Args:
+      x: Rows in bfloat16, at most `MOST_ROWS`.
+      kernels: Weights of all layers, all in float8_e4m3fn or all in int8; `D` is a multiple of 128,
+        and each `F` one of 64.
+      layer: The layer.
+      scale: `g` of all layers, in bfloat16; without it there is no norm.
+      eps: Added to the mean of squares by the norm.
+      is_transposed: Must be `True`: the weights are `[L, F, D]`.
+      weight_scales: `s_i` of all layers, float32 `[L, F]`, one for each array of weights.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Float32 for each array of weights.
+
+    Raises:
+      ValueError: If the kernel cannot take these arguments.
+    """
+    reason = why_not_hopper_decode_matmul(
+        x, kernels, scale, is_transposed=is_transposed, weight_scales=weight_scales
+    )
+    if reason is not None or weight_scales is None:
+        raise ValueError(f"x and kernels must fit the kernel: {reason}")
+    num_rows, num_inputs = x.shape
+    tiling = tile(x, kernels, has_norm=scale is not None, interpret=interpret)
+    rows = tiling.rows
+    shapes: list[tuple[int, ...]] = [
+        (tiling.parts, tiling.num_rows, one.shape[1]) for one in kernels
+    ]
+    if scale is not None:
+        shapes.append((tiling.parts, rows))
+    kernel = ops.kernel(
+        functools.partial(_multiply, tiling=tiling),
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        scratch_types=tiling.scratch,
+        grid=(tiling.programs,) if tiling.has_digits else (tiling.starts[-1], tiling.parts),
+        grid_names=("program",) if tiling.has_digits else ("tile", "part"),
+        # The code above says where warps meet; automatic barriers would add one to every copy.
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
+        interpret=ops.interpreter(interpret),
+        kernel_name="linear",
+    )
+    if not tiling.has_digits:
+        x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
+    norm = [] if scale is None else [scale]
+    *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels)
+    arrays, inverse = [*found, last], None
+    counts = tiling.counts if tiling.has_digits else None
+    if scale is not None:
+        arrays = found
+        squares = _add_parts(last, counts and counts[:1] * rows)[:num_rows]
+        inverse = jax.lax.rsqrt(squares / num_inputs + eps)
+    results = []
+    for index, one in enumerate(arrays):
+        own = slice(*tiling.starts[index : index + 2])
+        total = _add_parts(one, counts and np.repeat(counts[own], _TILE))[:num_rows]
+        total = total * weight_scales[index][layer][None]
+        results.append(total if inverse is None else total * inverse[:, None])
+    return results
+
+
+def _add_parts(parts: Array, counts: Any) -> Array:
+    """Sums over the first axis: for each entry of the last, its first `counts` parts, or all."""
+    if counts is not None:
+        index = jax.lax.broadcasted_iota(jnp.int32, parts.shape, 0)
+        own = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), parts.shape)
+        parts = jnp.where(index < own, parts, 0.0)
+    return jnp.sum(parts, axis=0)

@@ -1,0 +1,1 @@
+"""Instructions and layouts that kernels of several operations share."""

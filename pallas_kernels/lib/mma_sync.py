@@ -1,0 +1,910 @@
+"""Products of single warps (`mma.sync`) and copies of single threads (`cp.async`), from Ampere on.
+
+Every NVIDIA GPU of compute capability 8.0 or higher has these instructions, Hopper and Blackwell
+too. Pallas has a product (`plgpu.mma`) and a copy that becomes `cp.async`, but that copy is for
+GPUs before Hopper alone and takes no sizes that depend on a row. So both are emitted here, and a
+kernel is the same code on all of these GPUs.
+
+Matrices lie in shared memory as `ops.tiled` places them: tiles of 8 rows of 128 bytes, in which
+the 16 bytes (a chunk) `c` of row `r` lie at place `c ^ r`. A warp reads four tiles of 8 rows of one
+chunk each at a time (`ldmatrix`) without bank conflicts. In registers, sums lie as
+`ops.ACCUMULATOR` says: warp `w` of a warpgroup has rows `16 w` to `16 w + 15` of each 64.
+
+Each function has a stand-in for Pallas' interpreter, where copies are done at once.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import llvm, memref, nvvm, vector
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+from sketchwalk_jax.pallas_kernels.lib import ops
+
+arith: Any = typed_arith  # its annotations lack the operands that its functions take
+
+PAGE = 16  # rows that are copied together
+NOBODY = 64  # more than any query's place in a tile
+_WARPS, _THREADS = 4, 128  # of a warpgroup
+_ROWS = _WARPS * PAGE
+_CHUNK, _LINE, _TILE = 16, 128, 1024  # bytes of a chunk, of a tile's row, of a tile
+_PER_LINE = _LINE // _CHUNK
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_OF_WARPS = plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.int32), ops.BY_ROW)
+
+
+# Copies
+
+
+def copy_pages(
+    source: Any,
+    target: Any,
+    firsts: Sequence[Int[Array, ""] | int],
+    rooms: Sequence[Int[Array, ""] | int],
+    *,
+    interpret: bool,
+) -> None:
+    """Starts to copy pages of 16 rows, of a warpgroup's threads each its chunks.
+
+    Args:
+      source: `[S, H]` in global memory, 16-bit numbers.
+      target: `[16 · pages, H]` in shared memory, `ops.tiled`.
+      firsts: The first row of each page in `source`.
+      rooms: How many rows there are of each page, any integer; the others become zeros and are not
+        read.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        index = jax.lax.broadcasted_iota(jnp.int32, (PAGE, source.shape[1]), 0)
+        for place, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
+            rows = source[pl.ds(first, PAGE)]
+            target[pl.ds(place * PAGE, PAGE)] = jnp.where(index < room, rows, jnp.zeros_like(rows))
+        return
+    width = source.shape[1]
+    count = len(firsts)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _tiled(target), *[_SCALAR] * (2 * count)),
+    )
+    def copy(_: Any, source: Any, target: Any, *scalars: Any) -> None:
+        firsts, rooms = (
+            [mlir.scalars(x)[0] for x in part] for part in (scalars[:count], scalars[count:])
+        )
+        _start_copies(source, _Chunks(target, width), firsts, rooms)
+
+    copy(source, target, *map(jnp.int32, (*firsts, *rooms)))
+
+
+def copy_own_pages(
+    source: Any,
+    target: Any,
+    firsts: Int[Array, "64"],
+    rooms: Int[Array, "64"],
+    *,
+    interpret: bool,
+) -> None:
+    """Starts to copy a page of 16 rows for each warp, of its threads each its chunks.
+
+    Args:
+      source: `[S, H]` in global memory, 16-bit numbers.
+      target: `[64, H]` in shared memory, `ops.tiled`, of which each warp gets its own 16 rows.
+      firsts: A number of each warp: the first row of its page in `source`.
+      rooms: Likewise: how many rows there are of it, any integer; the others become zeros and are
+        not read.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        own = range(0, _ROWS, PAGE)
+        for warp, place in enumerate(own):
+            page = target.at[pl.ds(place, PAGE)]
+            copy_pages(source, page, [firsts[own[warp]]], [rooms[own[warp]]], interpret=True)
+        return
+    width = source.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _tiled(target), ops.BY_ROW, ops.BY_ROW))
+    def copy(_: Any, source: Any, target: Any, *numbers: Any) -> None:
+        first, room = (mlir.scalars(x)[0] for x in numbers)
+        _start_copies(source, _Chunks(target, width, of_warp=True), [first], [room])
+
+    copy(source, target, firsts, rooms)
+
+
+def _start_copies(
+    source: ir.Value, chunks: "_Chunks", firsts: Sequence[ir.Value], rooms: Sequence[ir.Value]
+) -> None:
+    """Starts to copy a thread's chunks of pages."""
+    stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
+    start = _global_pointer(source)
+    inside = arith.muli(chunks.row, _constant(stride * 2))
+    inside = arith.addi(inside, arith.muli(chunks.column, _constant(_CHUNK)))
+    inside = _long(inside)
+    for page, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
+        offset = arith.addi(arith.muli(_long(first), _long_constant(stride * 2)), inside)
+        place = arith.addi(start, offset)
+        left = arith.subi(room, chunks.row)
+        for turn in range(chunks.turns):
+            row = turn * chunks.height
+            code = f"{{ .reg .pred p; .reg .b32 n; setp.gt.s32 p, $2, {row}; "
+            code += f"selp.b32 n, {_CHUNK}, 0, p; "
+            at = "$0"
+            if flip := chunks.flip(turn):
+                code += f".reg .b32 a; xor.b32 a, $0, {flip}; "
+                at = "a"
+            at = f"[{at} + {chunks.offset(page, turn)}], [$1 + {row * stride * 2}]"
+            mgpu.utils.inline_ptx(
+                f"{code} cp.async.cg.shared.global {at}, {_CHUNK}, n; }}",
+                chunks.place,
+                place,
+                left,
+                has_side_effects=True,
+            )
+
+
+def commit_copies(*, interpret: bool) -> None:
+    """What this thread has started to copy since the last call is a group, which may be empty."""
+    _emit("cp.async.commit_group;", interpret)
+
+
+def wait_copies(in_flight: int, *, interpret: bool) -> None:
+    """Waits until at most so many of this thread's groups are under way, the last ones.
+
+    Other threads know of that after a barrier.
+    """
+    _emit(f"cp.async.wait_group {in_flight};", interpret)
+
+
+def warp_barrier(*, interpret: bool) -> None:
+    """Waits for the other threads of the warp, and knows then what they have written and copied."""
+    _emit("bar.warp.sync 0xffffffff;", interpret)
+
+
+def _emit(code: str, interpret: bool) -> None:
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def emit(_: Any) -> None:
+            mgpu.utils.inline_ptx(code, has_side_effects=True)
+
+        emit()
+
+
+def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool) -> None:
+    """Writes rows of shared memory to global memory, 16 bytes of a thread at a time.
+
+    Args:
+      source: `[M, H]` in shared memory, `ops.tiled`.
+      target: `[R, H]` in global memory, which takes the rows from `first` on.
+      first: A multiple of 16.
+      is_wanted: Nothing is written unless it is true.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    height, width = target.shape
+    if interpret:
+
+        @pl.when(is_wanted)
+        def _() -> None:
+            target[...] = source[pl.ds(first, height)]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(_tiled(source), plgpu.RefType(), _SCALAR))
+    def write(_: Any, source: Any, target: Any, is_wanted: Any) -> None:
+        chunks = _Chunks(source, width, anew=True)
+        stride = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
+        inside = arith.muli(_long(chunks.row), _long_constant(stride * 2))
+        inside = arith.addi(inside, _long(arith.muli(chunks.column, _constant(_CHUNK))))
+        place = arith.addi(_global_pointer(target), inside)
+        wanted = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalars(is_wanted)[0], _constant(0))
+        for page in range(height // PAGE):
+            for turn in range(chunks.turns):
+                held = _load_chunk(chunks.place, chunks.offset(first // PAGE + page, turn))
+                row = PAGE * page + turn * chunks.height
+                mgpu.utils.inline_ptx(
+                    f"st.global.v4.b32 [$0 + {row * stride * 2}], {{$1, $2, $3, $4}};",
+                    place,
+                    *held,
+                    predicate=wanted,
+                    has_side_effects=True,
+                )
+
+    write(source, target, jnp.asarray(is_wanted).astype(jnp.int32))
+
+
+def write_vector(
+    vector: Float[Array, "M"], target: Any, first: int, is_wanted: Any, *, interpret: bool
+) -> None:
+    """Writes 64 numbers, one for each row of sums, from registers to global memory.
+
+    Args:
+      vector: Float32, in `ops.BY_ROW`.
+      target: `[64]` in global memory.
+      first: The first of the numbers, a multiple of 64.
+      is_wanted: Nothing is written unless it is true.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+
+        @pl.when(is_wanted)
+        def _() -> None:
+            target[...] = vector[first : first + 64]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType(), _SCALAR))
+    def write(_: Any, vector: Any, target: Any, is_wanted: Any) -> None:
+        thread = _own_thread(anew=True)
+        wanted = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalars(is_wanted)[0], _constant(0))
+        # Four threads have the same numbers, of a row and of the one 8 below.
+        is_first = arith.cmpi(
+            arith.CmpIPredicate.eq, arith.andi(thread, _constant(3)), _constant(0)
+        )
+        row = arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
+        warp = arith.shrui(thread, _constant(5))
+        row = arith.addi(row, arith.muli(warp, _constant(16)))
+        held = mlir.scalars(vector)[first // 32 :][:2]
+        with mgpu.when(arith.andi(wanted, is_first)):
+            for half, number in enumerate(held):
+                place = arith.addi(row, _constant(8 * half))
+                memref.store(number, target, [mlir.index(place)])
+
+    write(vector, target, jnp.asarray(is_wanted).astype(jnp.int32))
+
+
+def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
+    """An integer that the compiler does not know: it unrolls no loop of that many rounds."""
+    if interpret:
+        return jnp.int32(value)
+
+    @plgpu.inline_mgpu(return_type=mlir.integer_type())
+    def make(_: Any) -> Any:
+        code = f"mov.u32 $0, {value};"
+        found = mgpu.utils.inline_ptx(code, result_types=mlir.i32(), has_side_effects=True)
+        return mlir.as_array(found)
+
+    return make()
+
+
+# One token: 16 rows of its heads in each warp, which has keys of its own
+
+
+def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
+    """Of each warp of a warpgroup its number, which its 16 rows have, in `ops.BY_ROW`.
+
+    So lies every number of a warp: what is computed from these is one number in each thread.
+    """
+    if interpret:
+        return jnp.arange(_ROWS, dtype=jnp.int32) // PAGE
+
+    @plgpu.inline_mgpu(return_type=_OF_WARPS)
+    def get(_: Any) -> Any:
+        return _of_warp(_own_warp())
+
+    return get()
+
+
+def read_for_warps(source: Any, places: Int[Array, "64"], *, interpret: bool) -> Int[Array, "64"]:
+    """Integers `[P]` of global memory at a place of each warp."""
+    if interpret:
+        return source[...][places]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.BY_ROW), return_type=_OF_WARPS)
+    def read(_: Any, source: Any, places: Any) -> Any:
+        return _of_warp(memref.load(source, [mlir.index(mlir.scalars(places)[0])]))
+
+    return read(source, places)
+
+
+def _of_warp(value: ir.Value) -> mgpu.FragmentedArray:
+    """A number of each warp: each thread has it for its row and for the one 8 below."""
+    return _by_row([value] * 2, is_signed=True)
+
+
+def _by_row(numbers: list[ir.Value], *, is_signed: bool | None = None) -> mgpu.FragmentedArray:
+    """A vector of 64 rows, of which a thread has two."""
+    one = ir.VectorType.get((1,), numbers[0].type)
+    registers = [vector.from_elements(one, [x]) for x in numbers]
+    return _of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
+
+
+def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
+    """Queries `[n, H]` of at most 16 heads, from global memory, the same in each warp.
+
+    Rows beyond `n` repeat the last one.
+    """
+    count, width = source.shape
+    if interpret:
+        rows = jnp.minimum(jnp.arange(_ROWS) % PAGE, count - 1)
+        return source[...][rows]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=_matrix_type((_ROWS, width), source.dtype)
+    )
+    def read(_: Any, source: Any) -> Any:
+        kind = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
+        stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
+        row, column = _own_entry()
+        # Where there are eight heads or less, a thread's second row is of none: no second load.
+        rows = [row, arith.addi(row, _constant(8))] if count > 8 else [row]
+        places = []
+        for one in rows:
+            inside = arith.muli(arith.minsi(one, _constant(count - 1)), _constant(stride))
+            inside = arith.muli(arith.addi(inside, column), _constant(2))
+            places.append(arith.addi(_global_pointer(source), _long(inside)))
+        registers = []
+        for tile in range(width // 8):
+            found = [
+                mgpu.utils.inline_ptx(
+                    f"ld.global.b32 $0, [$1 + {tile * _CHUNK}];",
+                    place,
+                    result_types=mlir.i32(),
+                )
+                for place in places
+            ]
+            registers += [mgpu.utils.bitcast(x, kind) for x in (found * 2)[:2]]
+        return _of_registers(registers, (_ROWS, width), ops.ACCUMULATOR)
+
+    return read(source)
+
+
+def over_warps(
+    vector: Float[Array, "64"], operation: str, scratch: Any, *, interpret: bool
+) -> Float[Array, "64"]:
+    """The sum or the largest of a row's numbers in the four warps, the same in each.
+
+    All warps pass two barriers.
+
+    Args:
+      vector: Float32, in `ops.BY_ROW`.
+      operation: `"add"` or `"max"`.
+      scratch: `[64]` float32 in shared memory.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        rows = vector.reshape(_WARPS, PAGE)
+        found = jnp.sum(rows, axis=0) if operation == "add" else jnp.max(rows, axis=0)
+        return jnp.tile(found, _WARPS)
+    combine = {"add": arith.addf, "max": arith.maximumf}[operation]
+
+    @plgpu.inline_mgpu(
+        arg_types=(ops.BY_ROW, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.float32), ops.BY_ROW),
+    )
+    def reduce(_: Any, vector: Any, scratch: Any) -> Any:
+        row, _ = _own_entry()
+        own = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
+        for half, number in enumerate(mlir.scalars(vector)):
+            memref.store(number, scratch, [mlir.index(arith.addi(own, _constant(8 * half)))])
+        mgpu.warpgroup_barrier()
+        found = []
+        for half in (0, 8):
+            places = [arith.addi(row, _constant(first + half)) for first in range(0, _ROWS, PAGE)]
+            numbers = [memref.load(scratch, [mlir.index(place)]) for place in places]
+            found.append(functools.reduce(combine, numbers))
+        mgpu.warpgroup_barrier()
+        return _by_row(found)
+
+    return reduce(vector, scratch)
+
+
+def write_heads(vector: Float[Array, "64"], target: Any, *, interpret: bool) -> None:
+    """Writes the numbers `[n]` of the first rows to global memory, the same in each warp."""
+    (count,) = target.shape
+    if interpret:
+        target[...] = vector[:count]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType()))
+    def write(_: Any, vector: Any, target: Any) -> None:
+        row, column = _own_entry()
+        is_first = _is_below(arith.ori(column, _own_warp()), 1)
+        for half, number in enumerate(mlir.scalars(vector)):
+            place = arith.addi(row, _constant(8 * half))
+            with mgpu.when(arith.andi(is_first, _is_below(place, count))):
+                memref.store(number, target, [mlir.index(place)])
+
+    write(vector, target)
+
+
+def write_sum_of_warps(
+    sums: Float[Array, "64 H"],
+    target: Any,
+    scratch: Any,
+    *,
+    transposed: bool = False,
+    interpret: bool,
+) -> None:
+    """Writes the sums of rows over the four warps to global memory.
+
+    All warps must have passed a barrier since they used the scratch; they pass one here.
+
+    Args:
+      sums: Float32, in an accumulator's layout.
+      target: `[n, H]` of 16-bit numbers, for the first rows, or float32 `[H, n]`.
+      scratch: Shared memory, `ops.tiled`, of which 256 H bytes are overwritten from there on.
+      transposed: Whether the target is the latter.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    count, width = target.shape[::-1] if transposed else target.shape
+    if interpret:
+        found = jnp.sum(_by_warp(sums), axis=0)[:count]
+        target[...] = found.T if transposed else found.astype(target.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _tiled(scratch)))
+    def write(_: Any, sums: Any, target: Any, scratch: Any) -> None:
+        numbers = mlir.scalars(sums)  # four of each eight columns
+        size = _THREADS * _CHUNK  # of what all threads have of these
+        place = arith.muli(_own_thread(anew=False), _constant(_CHUNK))
+        place = arith.addi(mlir.shared_pointer(scratch), place)
+        for tile in range(width // 8):
+            mgpu.utils.inline_ptx(
+                f"st.shared.v4.f32 [$0 + {tile * size}], {{$1, $2, $3, $4}};",
+                place,
+                *numbers[4 * tile :][:4],
+                has_side_effects=True,
+            )
+        mgpu.warpgroup_barrier()
+        own = width // 8 // _WARPS  # which each warp adds
+        first = arith.muli(_own_warp(), _constant(own))
+        place = arith.addi(mlir.shared_pointer(scratch), arith.muli(mlir.lane(), _constant(_CHUNK)))
+        place = arith.addi(place, arith.muli(first, _constant(size)))
+        row, column = _own_entry()
+        column = arith.addi(column, arith.muli(first, _constant(8)))
+        for tile in range(own):
+            parts = [
+                _load_chunk(place, tile * size + warp * mlir.LANES * _CHUNK)
+                for warp in range(_WARPS)
+            ]
+            kind = ir.F32Type.get()
+            entries = [
+                functools.reduce(arith.addf, [arith.bitcast(kind, x) for x in four])
+                for four in zip(*parts, strict=True)
+            ]
+            at = arith.addi(column, _constant(8 * tile))
+            for half in range(2):
+                head = arith.addi(row, _constant(8 * half))
+                with mgpu.when(_is_below(head, count)):
+                    for index, entry in enumerate(entries[2 * half :][:2]):
+                        where = [head, arith.addi(at, _constant(index))]
+                        _store(entry, target, where[::-1] if transposed else where)
+
+    write(sums, target, scratch)
+
+
+def write_columns(
+    matrix: Float[Array, "64 8"], target: Any, first: Any, *, interpret: bool
+) -> None:
+    """Writes columns to rows of global memory.
+
+    Args:
+      matrix: Float32, in an accumulator's layout.
+      target: `[n, 64]` in global memory, 16-bit numbers.
+      first: The row of the first column; what would come after the last row is left out.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    count = target.shape[0]
+    if interpret:
+        for index in range(matrix.shape[1]):
+
+            @pl.when(first + index < count)
+            def _(index: int = index) -> None:
+                target[first + index] = matrix[:, index].astype(target.dtype)
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _SCALAR))
+    def write(_: Any, matrix: Any, target: Any, first: Any) -> None:
+        row, column = _own_entry()
+        row = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
+        column = arith.addi(column, mlir.scalars(first)[0])
+        for place, entry in enumerate(mlir.scalars(matrix)):
+            half, index = divmod(place, 2)
+            head = arith.addi(column, _constant(index))
+            with mgpu.when(_is_below(head, count)):
+                _store(entry, target, [head, arith.addi(row, _constant(8 * half))])
+
+    write(matrix, target, jnp.asarray(first, jnp.int32))
+
+
+def _store(entry: ir.Value, target: ir.Value, where: list[ir.Value]) -> None:
+    """Writes a float32 number, rounded to what the target holds."""
+    kind = ir.MemRefType(target.type).element_type
+    entry = entry if kind == ir.F32Type.get() else arith.truncf(kind, entry)
+    memref.store(entry, target, [mlir.index(x) for x in where])
+
+
+def _own_entry() -> tuple[ir.Value, ir.Value]:
+    """Row and column of the first number that a thread has of its warp's 16 rows of sums."""
+    lane = mlir.lane()
+    row = arith.shrui(lane, _constant(2))
+    return row, arith.muli(arith.andi(lane, _constant(3)), _constant(2))
+
+
+def _is_below(value: ir.Value, end: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.slt, value, _constant(end))
+
+
+def _by_warp(x: Array) -> Array:
+    """The 16 rows of each warp."""
+    return x.reshape(_WARPS, PAGE, x.shape[-1])
+
+
+# Values that are not finite
+
+
+def clear_from_bad(
+    values: Any, places: Sequence[Int[Array, ""]], scratch: Any, *, interpret: bool
+) -> Int[Array, ""]:
+    """Makes a tile's own values zero from the first one on that is not finite.
+
+    All warps must have passed a barrier since the values came; they pass two here.
+
+    Args:
+      values: `[16 · pages, H]` in shared memory, `ops.tiled`.
+      places: The place of each page's first row in the tile; below 0 if it is not the tile's own.
+      scratch: Integers in shared memory, one for each warp.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      That value's place in the tile, or `NOBODY`.
+    """
+    width = values.shape[1]
+    if interpret:
+        held = values[...]
+        index = jax.lax.broadcasted_iota(jnp.int32, (PAGE,), 0)
+        place = jnp.concatenate([jnp.where(x < 0, x, x + index) for x in places])
+        is_bad = ~jnp.isfinite(held).all(axis=1) & (place >= 0)
+        bad = jnp.min(jnp.where(is_bad, place, NOBODY))
+        values[...] = jnp.where((place < bad)[:, None], held, jnp.zeros_like(held))
+        return bad
+    kind = _packed_kind(values.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_tiled(values), plgpu.RefType(), *[_SCALAR] * len(places)),
+        return_type=mlir.integer_type(),
+    )
+    def clear(_: Any, values: Any, scratch: Any, *places: Any) -> Any:
+        chunks, zero = _Chunks(values, width, anew=True), _constant(0)
+        first, own = _constant(NOBODY), []
+        for page, start in enumerate(mlir.scalars(x)[0] for x in places):
+            is_own = arith.cmpi(arith.CmpIPredicate.sge, start, zero)
+            for turn in range(chunks.turns):
+                row = arith.addi(chunks.row, _constant(turn * chunks.height))
+                place = arith.select(is_own, arith.addi(start, row), _constant(-1))
+                total = zero
+                for pair in _load_chunk(chunks.place, chunks.offset(page, turn)):
+                    # NaN is what a multiplication with 0 leaves of what is not finite.
+                    code = f"fma.rn.{kind} $0, $1, $2, $3;"
+                    total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
+                is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
+                is_bad = arith.andi(is_bad, is_own)
+                first = arith.minsi(first, arith.select(is_bad, place, _constant(NOBODY)))
+                own.append((place, chunks.offset(page, turn)))
+        first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
+        memref.store(first, scratch, [mlir.index(_own_warp())])
+        mgpu.warpgroup_barrier()
+        other = arith.andi(mlir.lane(), _constant(_WARPS - 1))
+        first = memref.load(scratch, [mlir.index(other)])
+        first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
+        for place, offset in own:
+            mgpu.utils.inline_ptx(
+                f"st.shared.v4.b32 [$0 + {offset}], {{$1, $1, $1, $1}};",
+                chunks.place,
+                zero,
+                predicate=arith.cmpi(arith.CmpIPredicate.sge, place, first),
+                has_side_effects=True,
+            )
+        mgpu.warpgroup_barrier()
+        return mlir.as_array(first)
+
+    return clear(values, scratch, *places)
+
+
+class _Chunks:
+    """Which chunks of pages in shared memory are a thread's: `turns` of each page.
+
+    The threads are those of a warpgroup, or of a warp that has one page of its own.
+
+    Attributes:
+      row: The row of the first one.
+      column: Which chunk of the row.
+      height: Rows from one of a page to the next.
+      turns: How many of a page.
+      place: Address of the first one.
+    """
+
+    def __init__(
+        self, ref: ir.Value, width: int, *, anew: bool = False, of_warp: bool = False
+    ) -> None:
+        per_row = width * 2 // _CHUNK
+        thread = mlir.lane() if of_warp else _own_thread(anew=anew)
+        self.height = (mlir.LANES if of_warp else _THREADS) // per_row
+        self.turns = PAGE // self.height
+        self._tile_row = width * 2 // _LINE * _TILE  # bytes of eight rows
+        self.row = arith.shrui(thread, _constant(per_row.bit_length() - 1))
+        self.column = arith.andi(thread, _constant(per_row - 1))
+        low = arith.andi(self.row, _constant(7))
+        place = arith.muli(arith.shrui(self.row, _constant(3)), _constant(self._tile_row))
+        tile = arith.shrui(self.column, _constant(_PER_LINE.bit_length() - 1))
+        place = arith.addi(place, arith.muli(tile, _constant(_TILE)))
+        place = arith.addi(place, arith.muli(low, _constant(_LINE)))
+        turned = arith.xori(arith.andi(self.column, _constant(_PER_LINE - 1)), low)
+        place = arith.addi(place, arith.muli(turned, _constant(_CHUNK)))
+        if of_warp:
+            page = arith.muli(_own_warp(), _constant(PAGE // 8 * self._tile_row))
+            place = arith.addi(place, page)
+        self.place = arith.addi(mlir.shared_pointer(ref), place)
+
+    def offset(self, page: int, turn: int) -> int:
+        """Bytes from the first chunk, its bits flipped, to one of a page."""
+        tile, row = divmod(page * PAGE + turn * self.height, 8)
+        return tile * self._tile_row + row * _LINE
+
+    def flip(self, turn: int) -> int:
+        """Which bits of the first chunk's address differ, in a tile, from those of another row."""
+        return turn * self.height % 8 * _CHUNK
+
+
+# Products
+
+
+def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "M S"]:
+    """Scores `Q Kᵀ` of queries `[M, H]` and keys `[S, H]`, both in shared memory, in float32."""
+    if interpret:
+        return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+    (rows, width), columns = queries.shape, keys.shape[0]
+    kind = _kind(queries.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_tiled(queries), _tiled(keys)),
+        return_type=_matrix_type((rows, columns), jnp.float32),
+    )
+    def multiply(_: Any, queries: Any, keys: Any) -> Any:
+        left = _Matrices(queries, width, is_row_first=True, of_warp=True)
+        right = _Matrices(keys, width, is_row_first=False)
+        sums = [_zeros() for _ in range(rows // 64 * columns // 8)]
+        for step in range(width // 16):
+            own = [left.load(8 * tile, step) for tile in range(rows // 64)]
+            for pair in range(columns // 16):
+                both = right.load(2 * pair, step)
+                for half in range(2):
+                    _add(kind, own, both[2 * half :][:2], sums, columns // 8, 2 * pair + half)
+        return _as_array(sums, (rows, columns))
+
+    return multiply(queries, keys)
+
+
+def multiply_own_keys(
+    queries: Float[Array, "64 H"], keys: Any, *, interpret: bool
+) -> Float[Array, "64 16"]:
+    """Scores of each warp's 16 queries and of its own 16 keys, in float32.
+
+    Args:
+      queries: 16-bit numbers in registers, in an accumulator's layout.
+      keys: `[64, H]` in shared memory, `ops.tiled`, 16 rows of each warp.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        pairs = (_by_warp(x) for x in (queries, keys[...]))
+        return jnp.einsum("wqh,wkh->wqk", *pairs, preferred_element_type=jnp.float32).reshape(
+            _ROWS, PAGE
+        )
+    width, kind = queries.shape[1], _kind(keys.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ops.ACCUMULATOR, _tiled(keys)),
+        return_type=_matrix_type((_ROWS, PAGE), jnp.float32),
+    )
+    def multiply(_: Any, queries: Any, keys: Any) -> Any:
+        right = _Matrices(keys, width, is_row_first=False, of_warp=True)
+        held = [mgpu.utils.bitcast(x, mlir.i32()) for x in queries.registers.flat]
+        sums = [_zeros() for _ in range(PAGE // 8)]
+        for step in range(width // 16):
+            both = right.load(0, step)
+            for half in range(2):
+                _add(kind, [held[4 * step :][:4]], both[2 * half :][:2], sums, 2, half)
+        return _as_array(sums, (_ROWS, PAGE))
+
+    return multiply(queries, keys)
+
+
+def add_values(
+    sums: Float[Array, "M H"],
+    weights: Float[Array, "M S"],
+    values: Any,
+    *,
+    of_warp: bool = False,
+    interpret: bool,
+) -> Float[Array, "M H"]:
+    """`sums + P V` of weights in registers and values `[S, H]` in shared memory.
+
+    Args:
+      sums: Float32, in an accumulator's layout.
+      weights: 16-bit numbers, in an accumulator's layout.
+      values: 16-bit numbers, `ops.tiled`.
+      of_warp: Whether each warp has 16 rows of the values by itself, `[64, H]` in all; `S` is 16.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret and of_warp:
+        pairs = (_by_warp(x) for x in (weights, values[...]))
+        added = jnp.einsum("wqk,wkh->wqh", *pairs, preferred_element_type=jnp.float32)
+        return sums + added.reshape(sums.shape)
+    if interpret:
+        return sums + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+    (rows, keys), width, kind = weights.shape, values.shape[1], _kind(values.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ops.ACCUMULATOR, ops.ACCUMULATOR, _tiled(values)),
+        return_type=_matrix_type((rows, width), jnp.float32),
+    )
+    def multiply(_: Any, sums: Any, weights: Any, values: Any) -> Any:
+        right = _Matrices(values, width, is_row_first=True, of_warp=of_warp)
+        found = [list(x) for x in np.array(mlir.scalars(sums), object).reshape(-1, 4)]
+        held = [mgpu.utils.bitcast(x, mlir.i32()) for x in weights.registers.flat]
+        for step in range(keys // 16):
+            # Two pairs of registers of each 64 rows: of eight keys, and of the next eight.
+            own = [held[tile * keys // 4 + 4 * step :][:4] for tile in range(rows // 64)]
+            for pair in range(width // 16):
+                both = right.load(2 * step, pair, transposed=True)
+                for half in range(2):
+                    _add(kind, own, both[2 * half :][:2], found, width // 8, 2 * pair + half)
+        return _as_array(found, (rows, width))
+
+    return multiply(sums, weights, values)
+
+
+class _Matrices:
+    """Tiles of 8 rows of one chunk, of which a warp loads four at a time.
+
+    Args:
+      ref: `[rows, width]` in shared memory.
+      width: 16-bit numbers of a row.
+      is_row_first: Whether the second of the four has the next rows, or else the next chunk.
+      of_warp: Whether each warp has 16 rows of its own.
+    """
+
+    def __init__(
+        self, ref: ir.Value, width: int, *, is_row_first: bool, of_warp: bool = False
+    ) -> None:
+        self._tile_row = width * 2 // _LINE * _TILE
+        lane = mlir.lane()
+        row = arith.andi(lane, _constant(7))
+        first = arith.andi(arith.shrui(lane, _constant(3)), _constant(1))
+        second = arith.shrui(lane, _constant(4))
+        below, beside = (first, second) if is_row_first else (second, first)
+        if of_warp:
+            below = arith.addi(below, arith.muli(_own_warp(), _constant(2)))
+        place = arith.addi(
+            arith.muli(below, _constant(self._tile_row)), arith.muli(row, _constant(_LINE))
+        )
+        place = arith.addi(mlir.shared_pointer(ref), place)
+        self._place = arith.addi(place, arith.muli(arith.xori(beside, row), _constant(_CHUNK)))
+        self._pairs = min(width * 2, _LINE) // (2 * _CHUNK)  # of a tile's row
+
+    def load(self, tile: int, pair: int, *, transposed: bool = False) -> list[ir.Value]:
+        """The four from a tile of eight rows on, and from a pair of chunks on.
+
+        Memory begins at a multiple of `_TILE`, so that the bits of a chunk stand by themselves.
+        They are flipped here: an address for each pair would take registers that are scarce.
+        """
+        line, pair = divmod(pair, self._pairs)
+        offset, turned = tile * self._tile_row + line * _TILE, ".trans" if transposed else ""
+        code = f"{{ .reg .b32 a; xor.b32 a, $4, {2 * _CHUNK * pair}; "
+        code += f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, "
+        return list(
+            mgpu.utils.inline_ptx(
+                f"{code}[a + {offset}]; }}",
+                self._place,
+                result_types=[mlir.i32()] * 4,
+                has_side_effects=True,
+                convergent=True,
+            )
+        )
+
+
+def _add(
+    kind: str, left: list[Any], right: list[Any], sums: list[Any], columns: int, column: int
+) -> None:
+    """Adds a product of each 64 rows to a tile of eight columns."""
+    for tile, own in enumerate(left):
+        place = tile * columns + column
+        sums[place] = mlir.multiply(kind, own, right, sums[place])
+
+
+def _as_array(sums: list[list[ir.Value]], shape: tuple[int, int]) -> mgpu.FragmentedArray:
+    """Sums of tiles of eight columns, row by row of tiles, as an array."""
+    registers = []
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    for four in sums:
+        registers += [vector.from_elements(pair, four[half : half + 2]) for half in (0, 2)]
+    return _of_registers(registers, shape, ops.ACCUMULATOR)
+
+
+def _of_registers(
+    registers: list[ir.Value], shape: tuple[int, ...], layout: Any, *, is_signed: bool | None = None
+) -> mgpu.FragmentedArray:
+    """The array of which a thread holds these."""
+    found = np.empty(len(registers), object)
+    found[:] = registers
+    lies = layout.to_mgpu()
+    return mgpu.FragmentedArray(
+        _registers=found.reshape(lies.registers_shape(shape)), _layout=lies, _is_signed=is_signed
+    )
+
+
+def _matrix_type(shape: tuple[int, int], dtype: Any) -> Any:
+    """What a function returns that gives a matrix in an accumulator's layout."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), ops.ACCUMULATOR)
+
+
+def _zeros() -> list[ir.Value]:
+    """No sums yet of a product."""
+    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
+
+
+def _kind(dtype: Any) -> str:
+    return {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
+
+
+def _packed_kind(dtype: Any) -> str:
+    return f"{_kind(dtype)}x2"
+
+
+def _tiled(ref: Any) -> Any:
+    """What a reference to `ops.tiled` memory is, for code of the compiler's own language."""
+    return plgpu.RefType(ops.transforms(ref.dtype, ops.SWIZZLE_BYTES))
+
+
+_constant = mlir.constant
+
+
+def _long_constant(value: int) -> ir.Value:
+    return arith.constant(ir.IntegerType.get_signless(64), value)
+
+
+def _long(value: ir.Value) -> ir.Value:
+    return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+def _own_thread(*, anew: bool) -> ir.Value:
+    """Number of the thread in its warpgroup.
+
+    Read anew where it is seldom needed, or what follows from it would be kept in registers.
+    """
+    if not anew:
+        return arith.andi(mlir.thread(), _constant(_THREADS - 1))
+    thread = mgpu.utils.inline_ptx(
+        "mov.u32 $0, %tid.x;", result_types=mlir.i32(), has_side_effects=True
+    )
+    return arith.andi(thread, _constant(_THREADS - 1))
+
+
+def _own_warp() -> ir.Value:
+    """Number of the warp in its warpgroup."""
+    return arith.andi(mlir.warp(), _constant(_WARPS - 1))
+
+
+def _global_pointer(ref: ir.Value) -> ir.Value:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
+
+
+def _load_chunk(place: ir.Value, offset: int) -> list[ir.Value]:
+    """Four words of shared memory."""
+    return list(
+        mgpu.utils.inline_ptx(
+            f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+            place,
+            result_types=[mlir.i32()] * 4,
+            has_side_effects=True,
+        )
+    )

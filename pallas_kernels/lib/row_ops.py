@@ -1,0 +1,1093 @@
+"""Operations on rows in registers that Pallas lacks, each with a stand-in for the interpreter.
+
+A row lies in the registers of one warpgroup (4 warps of 32 threads) or of several. What a kernel
+does here is about single threads, so it is emitted in the compiler's own language (MLIR): the 32
+lanes of a warp reduce and vote in one instruction, warps meet in a few words of shared memory, and
+one barrier is all that a step costs.
+
+First come layouts and shared memory, then the operations from the smallest to the largest: a
+barrier, maxima, counts, writing a row, writing the columns that a row keeps, adding up the parts of
+a row.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import gpu, memref, nvvm, vector
+from jaxlib.mlir.dialects import math as typed_math
+from jaxlib.mlir.dialects import scf as typed_scf
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+from sketchwalk_jax.pallas_kernels.lib import ops
+from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
+
+# Their annotations lack the operands that their functions take.
+arith: Any = typed_arith
+math: Any = typed_math
+scf: Any = typed_scf
+
+WARPS, LANES = 4, mlir.LANES  # warps of a warpgroup, threads of a warp
+THREADS = WARPS * LANES
+_AHEAD = 64  # registers of a thread for what is read before it is needed
+_MOST_AHEAD = 8  # of one head
+_HEADS_AT_ONCE = 16  # whose numbers of one thread are read before they are added up
+ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
+PAIR = 2  # channels of a key, likewise
+_PACKED = 2  # numbers in bfloat16 in a word
+_COUNTS_PER_WARP = 5  # two turns of two, and one
+_BYTE, _WORD_BYTES = 8, 4  # bits, and bytes of a word
+_LEAST_INTEGER = -(1 << 31)
+
+
+def row_layout(width: int) -> Any:
+    """A vector over a warpgroup, a quarter per warp; each register holds 32 adjacent entries."""
+    if width == THREADS:
+        tiles: tuple[tuple[int, ...], ...] = ((width,), (LANES,), (1,))
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-3,), (-2,), -1)
+    tiles = ((width,), (width // WARPS,), (LANES,), (1,))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
+
+
+def tiles_layout(height: int, columns: int, adjacent: int = ADJACENT) -> Any:
+    """A row as a matrix of tiles over a warpgroup, a quarter of the tiles per warp, in order.
+
+    Each register of a thread holds four adjacent columns (`adjacent`), those of a warp 128 adjacent
+    ones.
+    """
+    tiles: tuple[tuple[int, ...], ...] = ((height, columns), (height // WARPS, columns))
+    tiles = (*tiles, (LANES * adjacent // columns, columns), (1, adjacent))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
+
+
+def key_layout(channels: int) -> Any:
+    """The 64 keys of a block over a warpgroup, 16 adjacent ones per warp.
+
+    A register holds two adjacent channels of a key; those of a warp are whole keys, in order.
+    """
+    tiles: tuple[tuple[int, ...], ...] = ((64, channels), (64 // WARPS, channels))
+    tiles = (*tiles, (LANES * PAIR // channels, channels), (1, PAIR))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
+
+
+def scratch_of_counts(warpgroups: int = 1) -> Any:
+    """Shared memory that `maxima`, `count_kept` and `write_kept` need.
+
+    They take in all warpgroups of a program, each of which holds a stretch of the row.
+    """
+    return plgpu.SMEM((_COUNTS_PER_WARP * WARPS * warpgroups,), jnp.int32)
+
+
+def scratch_of_maximum(warpgroups: int) -> Any:
+    """Shared memory that `maximum` needs in a program of so many warpgroups."""
+    return plgpu.SMEM((warpgroups * WARPS,), jnp.int32)
+
+
+# Barriers and reductions
+
+
+def barrier(*, interpret: bool) -> None:
+    """Waits for the other warps of the warpgroup; the interpreter runs them together."""
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            mgpu.warpgroup_barrier()
+
+        wait()
+
+
+def program_barrier(*, interpret: bool) -> None:
+    """Waits for all warps of a program; the interpreter runs them together."""
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            gpu.barrier()
+
+        wait()
+
+
+def on_each_warp(body: Callable[[Any], None]) -> None:
+    """Runs what each warp of a warpgroup does by itself: `body`, of the warp's number from 0 on.
+
+    Copies and barriers of a warp wait for no other warp. All warps wait for each other before and
+    after that. A `body` may use references and integers from outside.
+    """
+    plgpu.warp_map(body)
+
+
+def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
+    """The largest of the integers of one warpgroup, at the price of one barrier.
+
+    Args:
+      x: Integers in registers.
+      scratch: `scratch_of_maximum()` in shared memory, which no warp is still reading.
+      layout: Of `x`.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        return jnp.max(x)
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=mlir.integer_type())
+    def largest(_: Any, x: Any, scratch: Any) -> Any:
+        own = functools.reduce(arith.maxsi, mlir.scalars(x))
+        own = mlir.over_lanes(own, nvvm.ReductionKind.MAX)
+        thread, warp = mlir.thread(), mlir.warp()
+        memref.store(own, scratch, [mlir.index(warp)])
+        mgpu.warpgroup_barrier()
+        # Every lane reads what one of the warpgroup's warps has left.
+        first = arith.andi(warp, mlir.constant(-WARPS))
+        other = arith.ori(first, arith.andi(thread, mlir.constant(WARPS - 1)))
+        theirs = memref.load(scratch, [mlir.index(other)])
+        return mlir.as_array(mlir.over_lanes(theirs, nvvm.ReductionKind.MAX))
+
+    return largest(x, scratch)
+
+
+def first_not_finite(
+    parts: list[Float[Array, "64 _"]],
+    scratch: Any,
+    *,
+    start: Int[Array, ""] | None = None,
+    interpret: bool,
+) -> Int[Array, ""]:
+    """The first of 64 rows with a number that is not finite, or 64, at the price of one barrier.
+
+    A fused multiplication with 0 takes in two numbers at once: NaN is what it leaves behind.
+
+    Args:
+      parts: Columns of the rows, of 16-bit floating-point numbers in an accumulator's layout.
+      scratch: As many integers in shared memory as there are warps; no warp is still reading them.
+      start: The first row that counts, if not all do.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        is_bad = functools.reduce(jnp.logical_or, [~jnp.isfinite(x).all(axis=1) for x in parts])
+        if start is not None:
+            is_bad = is_bad & (jnp.arange(64, dtype=jnp.int32) >= start)
+        return jnp.min(jnp.where(is_bad, jnp.arange(64, dtype=jnp.int32), 64))
+
+    layout = ops.ACCUMULATOR
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[parts[0].dtype.name]
+
+    starts = [] if start is None else [start]
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            *[layout] * len(parts),
+            *[plgpu.Layout.WG_SPLAT(())] * len(starts),
+        ),
+        return_type=mlir.integer_type(),
+    )
+    def find(_: Any, scratch: Any, *arguments: Any) -> Any:
+        parts = arguments[: len(arguments) - len(starts)]
+        counted = [mlir.scalars(x)[0] for x in arguments[len(parts) :]]
+        zero, nobody = mlir.constant(0), mlir.constant(64)
+        first = nobody
+        own = arith.andi(mlir.warp(), mlir.constant(WARPS - 1))
+        row = arith.addi(
+            arith.muli(own, mlir.constant(16)),
+            arith.shrui(mlir.lane(), mlir.constant(2)),
+        )
+        for half in (1, 0):  # registers of a thread are of its row and of the one 8 below, in turn
+            total = zero
+            for register in (x for part in parts for x in list(part.registers.flat)[half::2]):
+                pair = mgpu.utils.bitcast(register, mlir.i32())
+                code = f"fma.rn.{kind} $0, $1, $2, $3;"
+                total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
+            is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
+            own_row = arith.addi(row, mlir.constant(8 * half))
+            for least in counted:
+                counts = arith.cmpi(arith.CmpIPredicate.sge, own_row, least)
+                is_bad = arith.andi(is_bad, counts)
+            first = arith.select(is_bad, own_row, first)
+        first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
+        memref.store(first, scratch, [mlir.index(own)])
+        mgpu.warpgroup_barrier()
+        other = arith.andi(mlir.lane(), mlir.constant(WARPS - 1))
+        theirs = memref.load(scratch, [mlir.index(other)])
+        return mlir.as_array(mlir.over_lanes(theirs, nvvm.ReductionKind.MIN))
+
+    return find(scratch, *parts, *starts)
+
+
+def maxima(
+    arrays: tuple[Int[Array, "..."], Int[Array, "..."]],
+    scratch: Any,
+    *,
+    layout: Any,
+    interpret: bool,
+) -> list[Int[Array, ""]]:
+    """The largest integer of each of two arrays in all warpgroups, at the price of one barrier.
+
+    Args:
+      arrays: Two arrays in registers.
+      scratch: `scratch_of_counts()` in shared memory, from which nothing was read before.
+      layout: Of both.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        return [jnp.max(x) for x in arrays]
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout, plgpu.RefType()), return_type=[mlir.integer_type()] * 2
+    )
+    def largest(_: Any, first: Any, second: Any, scratch: Any) -> Any:
+        found = []
+        for x in (first, second):
+            own = functools.reduce(arith.maxsi, mlir.scalars(x))
+            found.append(mlir.over_lanes(own, nvvm.ReductionKind.MAX))
+        turn = mlir.constant(1)  # 0 is that of the first counts, which may come next
+        found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
+        return [mlir.as_array(x) for x in found]
+
+    return largest(*arrays, scratch)
+
+
+def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> Int[Array, ""]:
+    """1 if any flag is set, of each warp on its own: no two of them wait for each other.
+
+    Args:
+      flags: In registers.
+      layout: Of the flags.
+      interpret: Whether the interpreter runs the kernel, where all warps find the same.
+    """
+    if interpret:
+        return jnp.any(flags).astype(jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=mlir.integer_type())
+    def vote(_: Any, flags: Any) -> Any:
+        is_set = functools.reduce(arith.ori, mlir.scalars(flags))
+        return mlir.as_array(arith.extui(mlir.i32(), mlir.is_any(is_set)))
+
+    return vote(flags)
+
+
+def write_sums(
+    matrix: Float[Array, "64 M"],
+    outs: list[Any],
+    first: Int[Array, ""],
+    turn: Int[Array, ""],
+    *,
+    interpret: bool,
+) -> None:
+    """Writes the sums of a matrix over columns to a column.
+
+    Args:
+      matrix: Float32, in an accumulator's layout.
+      outs: Where the sums go, `[J, 4]` in global memory; several share the columns evenly, in
+        multiples of eight.
+      first: The row there of the first row's sum.
+      turn: The column there. It is also which of the four threads that share rows writes.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    columns = matrix.shape[1] // len(outs)
+    if interpret:
+        for index, out in enumerate(outs):
+            own = jnp.sum(matrix[:, index * columns :][:, :columns], axis=1)
+            out[pl.ds(first, own.size), turn] = own
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, *[plgpu.RefType()] * len(outs), *[scalar] * 2))
+    def write(_: Any, matrix: Any, *arguments: Any) -> None:
+        *outs, first, turn = arguments
+        first, turn = (mlir.scalars(x)[0] for x in (first, turn))
+        lane, own = mlir.lane(), arith.andi(mlir.warp(), _int(WARPS - 1))
+        row = arith.addi(arith.muli(own, _int(16)), arith.shrui(lane, _int(2)))
+        start = arith.addi(first, row)
+        is_turn = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _int(3)), turn)
+        for half in (0, 1):  # registers of a thread are of its row and of the one 8 below, in turn
+            for index, out in enumerate(outs):
+                registers = list(matrix.registers.flat)[half::2]
+                registers = registers[index * columns // 8 :][: columns // 8]
+                total = functools.reduce(arith.addf, (x for one in registers for x in _both(one)))
+                for distance in (1, 2):
+                    total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+                place = arith.addi(start, _int(8 * half))
+                with mgpu.when(is_turn):
+                    memref.store(total, out, [mlir.index(place), mlir.index(turn)])
+
+    write(matrix, *outs, first, turn)
+
+
+def _both(register: ir.Value) -> list[ir.Value]:
+    """The two numbers of a register."""
+    return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([x])) for x in range(2)]
+
+
+def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
+    """For every channel of a key whether any of its flags is set, in one instruction of each warp.
+
+    Each lane has a bit for each of its warp's 16 keys, and a warp has all channels of a key.
+
+    Args:
+      flags: By key and channel, in `key_layout`.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    shape = flags.shape
+    if interpret:
+        return jnp.broadcast_to(jnp.any(flags, axis=1, keepdims=True), shape)
+    layout, together = key_layout(shape[1]), LANES * PAIR // shape[1]  # keys in a warp's registers
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), layout),
+    )
+    def spread(_: Any, flags: Any) -> Any:
+        registers = mlir.scalars(flags)
+        bits = mlir.constant(0)
+        for place in range(0, len(registers), PAIR):
+            is_set = functools.reduce(arith.ori, registers[place : place + PAIR])
+            bit = mlir.constant(1 << (place // PAIR * together))
+            bits = arith.ori(bits, arith.select(is_set, bit, mlir.constant(0)))
+        lanes = LANES // together  # that share a key, a power of two
+        first = arith.shrui(mlir.lane(), mlir.constant(lanes.bit_length() - 1))
+        bits = mlir.over_lanes(arith.shli(bits, first), nvvm.ReductionKind.OR)
+        bits = arith.shrui(bits, first)
+        found = np.empty(flags.registers.size, dtype=object)
+        for place in range(found.size):
+            own = arith.andi(bits, mlir.constant(1 << (place * together)))
+            is_set = arith.cmpi(arith.CmpIPredicate.ne, own, mlir.constant(0))
+            found[place] = vector.broadcast(flags.registers.flat[place].type, is_set)
+        return mgpu.FragmentedArray(
+            _registers=found.reshape(flags.registers.shape), _layout=flags.layout, _is_signed=False
+        )
+
+    return spread(flags)
+
+
+def count_kept(
+    keys: Int[Array, "..."],
+    limits: tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]],
+    scratch: Any,
+    turn: Int[Array, ""],
+    *,
+    layout: Any,
+    interpret: bool,
+) -> list[Int[Array, ""]]:
+    """How many keys are at least each of three limits, at the price of one barrier.
+
+    Args:
+      keys: At most 2^15 keys in registers.
+      limits: Three limits.
+      scratch: `scratch_of_counts()` in shared memory.
+      turn: 0 and 1 in turn, so that no warp writes what another one has yet to read.
+      layout: Of the keys.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        return [jnp.sum((keys >= limit).astype(jnp.int32)) for limit in limits]
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()),
+        return_type=[mlir.integer_type()] * 3,
+    )
+    def count(_: Any, keys: Any, first: Any, second: Any, third: Any, turn: Any, scratch: Any):
+        limits = [mlir.scalars(x)[0] for x in (first, second, third)]
+        counts = _emit_count(mlir.scalars(keys), limits, mlir.scalars(turn)[0], scratch)
+        return [mlir.as_array(x) for x in counts]
+
+    return count(keys, *limits, turn, scratch)
+
+
+def _emit_count(
+    registers: list[ir.Value], limits: list[ir.Value], turn: ir.Value, scratch: ir.Value
+) -> list[ir.Value]:
+    """Counts of three limits; the first two in the halves of one integer."""
+    first, second = mlir.constant(0), mlir.constant(0)
+    for key in registers:
+        first = _add_if("ge", first, key, limits[0], 1)
+        first = _add_if("ge", first, key, limits[1], 1 << 16)
+        second = _add_if("ge", second, key, limits[2], 1)
+    packed = [mlir.over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
+    totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
+    low = arith.andi(totals[0], mlir.constant(0xFFFF))
+    return [low, arith.shrui(totals[0], mlir.constant(16)), totals[1]]
+
+
+def _add_if(test: str, total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
+    """Two instructions, where the compiler makes three of a choice and a sum."""
+    code = (
+        f"{{ .reg .pred p; setp.{test}.s32 p, $2, $3; mov.b32 $0, $1; @p add.s32 $0, $0, {step}; }}"
+    )
+    return mgpu.utils.inline_ptx(code, total, key, limit, result_types=total.type)
+
+
+def _exchange(
+    values: list[ir.Value],
+    scratch: ir.Value,
+    turn: ir.Value,
+    kind: nvvm.ReductionKind,
+    identity: int,
+) -> list[ir.Value]:
+    """Reduces two values over all warps of a program, each of which has one of its own.
+
+    Two turns have room of their own, so that one barrier does: a warp that is ahead writes where
+    none of the others is reading.
+    """
+    warps = _warps(scratch)
+    start = arith.muli(turn, mlir.constant(2 * warps))
+    starts = [arith.addi(start, mlir.constant(index * warps)) for index in range(len(values))]
+    for start, value in zip(starts, values, strict=True):
+        memref.store(value, scratch, [mlir.index(arith.addi(start, mlir.warp()))])
+    _wait(scratch)
+    return [_over_warps(scratch, start, mlir.constant(warps), kind, identity) for start in starts]
+
+
+def _over_warps(
+    scratch: ir.Value, start: ir.Value, number: ir.Value, kind: nvvm.ReductionKind, identity: int
+) -> ir.Value:
+    """Reduces what so many warps have left: each lane reads what one of them has."""
+    lane = mlir.lane()
+    last = mlir.constant(_warps(scratch) - 1)
+    theirs = memref.load(scratch, [mlir.index(arith.addi(start, arith.minsi(lane, last)))])
+    is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
+    theirs = arith.select(is_one, theirs, mlir.constant(identity))
+    return mlir.over_lanes(theirs, kind)
+
+
+def _warps(scratch: ir.Value) -> int:
+    """Warps that share the scratch memory: all of the program's."""
+    return ir.MemRefType(scratch.type).shape[0] // _COUNTS_PER_WARP
+
+
+def _wait(scratch: ir.Value) -> None:
+    """Waits for the warps that share the scratch memory."""
+    if _warps(scratch) == WARPS:
+        mgpu.warpgroup_barrier()
+    else:
+        gpu.barrier()
+
+
+# A row, and the columns that it keeps, to global memory
+
+
+def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret: bool) -> None:
+    """Writes those values whose columns exist in a row of global memory."""
+    if interpret:
+        ref[...] = values.reshape(-1)[: ref.shape[0]]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
+    def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
+        limit = mlir.constant(ir.MemRefType(ref.type).shape[0])
+        for value, column in zip(mlir.scalars(values), mlir.scalars(columns), strict=True):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
+                memref.store(value, ref, [mlir.index(column)])
+
+    write(values, columns, ref)
+
+
+def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array:
+    """Floats of a row of global memory, and zeros in columns that do not exist."""
+    if interpret:
+        row = ref[...]
+        return jnp.pad(row, (0, columns.size - row.shape[0])).reshape(columns.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(columns.shape, jnp.dtype(jnp.float32), layout),
+    )
+    def read(_: Any, columns: Any, ref: Any) -> Any:
+        limit = ir.MemRefType(ref.type).shape[0]
+        # Addresses are made here, or all would be kept until the row is written in its place.
+        code = (
+            f"{{ .reg .pred p; .reg .b64 a; setp.lt.s32 p, $2, {limit}; mov.b32 $0, 0; "
+            "mad.wide.s32 a, $2, 4, $1; @p ld.global.f32 $0, [a]; }"
+        )
+        number, start = ir.F32Type.get(), mlir.address(ref, mlir.constant(0))
+        values = [
+            mgpu.utils.inline_ptx(code, start, column, result_types=number, has_side_effects=True)
+            for column in mlir.scalars(columns)
+        ]
+        return as_row(values, columns.shape, layout)
+
+    return read(columns, ref)
+
+
+def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None:
+    """Writes values to their places in global memory, counted through all axes, from 0 on."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
+    def write(_: Any, values: Any, places: Any, ref: Any) -> None:
+        for value, place in zip(mlir.scalars(values), mlir.scalars(places), strict=True):
+            code = "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global.f32 [$0], $2; }"
+            mgpu.utils.inline_ptx(code, mlir.address(ref, place), place, value)
+
+    write(values, places, ref)
+
+
+def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) -> None:
+    """Writes four arrays side by side in bfloat16, 8 bytes at a place.
+
+    Args:
+      values: The arrays, float32.
+      places: Where the first of each four numbers goes, in fours through all axes, from 0 on.
+      ref: Global memory in bfloat16.
+      layout: Of the arrays and of the places.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(*[layout] * ADJACENT, layout, plgpu.RefType()))
+    def write(_: Any, *arguments: Any) -> None:
+        *values, places, ref = arguments
+        code = (
+            "{ .reg .pred p; .reg .b32 x, y; setp.ge.s32 p, $1, 0; cvt.rn.bf16x2.f32 x, $3, $2; "
+            "cvt.rn.bf16x2.f32 y, $5, $4; @p st.global.v2.b32 [$0], {x, y}; }"
+        )
+        columns = zip(*map(mlir.scalars, values), strict=True)
+        for four, place in zip(columns, mlir.scalars(places), strict=True):
+            start = mlir.address(ref, arith.muli(place, mlir.constant(ADJACENT)))
+            mgpu.utils.inline_ptx(code, start, place, *four)
+
+    write(*values, places, ref)
+
+
+def write_kept(
+    keys: Int[Array, "..."],
+    lower: Int[Array, ""],
+    upper: Int[Array, ""],
+    missing: Int[Array, ""],
+    count: Int[Array, ""],
+    ids_ref: Any,
+    scratch: Any,
+    *,
+    pad: int,
+    layout: Any,
+    interpret: bool,
+) -> None:
+    """Writes the columns whose key is at least `upper`, and the first `missing` equal to `lower`.
+
+    Args:
+      keys: Keys of one row, in order: a register of a warp holds the next 32 times as many as
+        one of its threads does.
+      lower: Key of the ties.
+      upper: Least key that is kept.
+      missing: Ties to keep.
+      count: Columns kept in all.
+      ids_ref: Where the columns go in ascending order, `[P]` in global memory.
+      scratch: `scratch_of_counts()` in shared memory.
+      pad: What the entries beyond the count become.
+      layout: Of the keys.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    if interpret:
+        _write_kept_interpreted(keys.reshape(-1), lower, upper, missing, ids_ref, pad)
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+    reference = plgpu.RefType()
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, scalar, scalar, scalar, scalar, reference, reference),
+    )
+    def write(
+        _: Any, keys: Any, lower: Any, upper: Any, missing: Any, count: Any, ids: Any, scratch: Any
+    ) -> None:
+        lower, upper, missing, count = (mlir.scalars(x)[0] for x in (lower, upper, missing, count))
+        _emit_write_kept(keys, lower, upper, missing, ids, scratch)
+        _emit_fill(ids, count, pad, step=LANES * _warps(scratch))
+
+    write(keys, lower, upper, missing, count, ids_ref, scratch)
+
+
+def _write_kept_interpreted(
+    keys: Array, lower: Array, upper: Array, missing: Array, ids_ref: Any, pad: int
+) -> None:
+    above, tied = keys >= upper, keys == lower
+    kept = above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= missing))
+    length = ids_ref.shape[-1]
+    place = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, length)
+    columns = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    ids_ref[...] = jnp.full((length,), pad, jnp.int32).at[place].set(columns, mode="drop")
+
+
+def _emit_write_kept(
+    keys: mgpu.FragmentedArray,
+    lower: ir.Value,
+    upper: ir.Value,
+    missing: ir.Value,
+    ids: ir.Value,
+    scratch: ir.Value,
+) -> None:
+    """Writes the columns that are kept, which are those of `_write_kept_interpreted`.
+
+        above, tied = keys >= upper, keys == lower
+        kept = above | (tied & (cumsum(tied) <= missing))
+        ids[cumsum(kept) - 1] = column, of the columns that are kept
+
+    A column's sums are those of earlier warps, which these leave in shared memory; of the earlier
+    registers of this warp, and of earlier lanes of the same registers, four of which are added up
+    over lanes at a time, each in a byte of a word; and of earlier columns of the thread itself.
+    Since ties beyond the first `missing` are dropped,
+    `cumsum(kept) = cumsum(above) + min(cumsum(tied), missing)`.
+    """
+
+    def tests(key: ir.Value) -> tuple[ir.Value, ir.Value]:
+        above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
+        return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
+
+    def count(keys: list[ir.Value], step: int, before: list[ir.Value]) -> list[ir.Value]:
+        for key in keys:
+            kinds = zip(("ge", "eq"), before, (upper, lower), strict=True)
+            before = [_add_if(test, x, key, limit, step) for test, x, limit in kinds]
+        return before
+
+    lane, warp, zero = mlir.lane(), mlir.warp(), mlir.constant(0)
+    registers = mlir.scalars(keys)
+    # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
+    above, tied = count(registers, 1, [zero, zero])
+    packed = arith.addi(above, arith.shli(tied, mlir.constant(16)))
+    packed = mlir.over_lanes(packed, nvvm.ReductionKind.ADD)
+    start = mlir.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
+    memref.store(packed, scratch, [mlir.index(arith.addi(start, warp))])
+    _wait(scratch)
+    before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
+    sums = [
+        arith.andi(before, mlir.constant(0xFFFF)),
+        arith.shrui(before, mlir.constant(16)),
+    ]
+
+    adjacent = len(registers) // keys.registers.size
+    assert LANES * adjacent < 1 << _BYTE  # columns of a warp in one register of its threads
+    column = arith.addi(
+        arith.muli(warp, mlir.constant(LANES * len(registers))),
+        arith.muli(lane, mlir.constant(adjacent)),
+    )
+    # Opaque, so that the compiler counts again rather than keep what it has found in registers.
+    registers = mlir.scalars(mgpu.optimization_barrier(keys))
+    groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
+    for first in range(0, len(groups), _WORD_BYTES):
+        together = groups[first : first + _WORD_BYTES]
+        own = [zero, zero]
+        for place, group in enumerate(together):
+            own = count(group, 1 << (_BYTE * place), own)
+        upto = [_add_earlier_lanes(x) for x in own]
+        totals = [_shuffle_from(x, LANES - 1) for x in upto]
+        earlier = list(map(arith.subi, upto, own))
+        for place, group in enumerate(together):
+            above_before, tied_before = map(arith.addi, sums, _byte_of(earlier, place))
+            sums = list(map(arith.addi, sums, _byte_of(totals, place)))
+            for index, key in enumerate(group):
+                is_above, is_tied = tests(key)
+                has_room = arith.cmpi(arith.CmpIPredicate.slt, tied_before, missing)
+                with mgpu.when(arith.ori(is_above, arith.andi(is_tied, has_room))):
+                    target = arith.addi(above_before, arith.minsi(tied_before, missing))
+                    own_column = arith.addi(column, mlir.constant(index))
+                    memref.store(own_column, ids, [mlir.index(target)])
+                if index + 1 < adjacent:
+                    above_before = arith.addi(above_before, arith.extui(missing.type, is_above))
+                    tied_before = arith.addi(tied_before, arith.extui(missing.type, is_tied))
+            column = arith.addi(column, mlir.constant(LANES * adjacent))
+
+
+def _byte_of(packed: list[ir.Value], place: int) -> list[ir.Value]:
+    """One of the four bytes of each word."""
+    shift = mlir.constant(_BYTE * place)
+    shifted = [arith.shrui(x, shift) if place else x for x in packed]
+    return [arith.andi(x, mlir.constant((1 << _BYTE) - 1)) for x in shifted]
+
+
+def _add_earlier_lanes(value: ir.Value) -> ir.Value:
+    """The sum of what this lane and all earlier ones have."""
+    for distance in (1, 2, 4, 8, 16):
+        code = (
+            "{ .reg .pred p; .reg .b32 x; "
+            f"shfl.sync.up.b32 x|p, $1, {distance}, 0, 0xffffffff; "
+            "mov.b32 $0, $1; @p add.s32 $0, $0, x; }"
+        )
+        value = mgpu.utils.inline_ptx(
+            code, value, result_types=value.type, has_side_effects=True, convergent=True
+        )
+    return value
+
+
+def _shuffle_from(value: ir.Value, lane: int) -> ir.Value:
+    """What one lane has."""
+    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
+    return mgpu.utils.inline_ptx(
+        code, value, result_types=value.type, has_side_effects=True, convergent=True
+    )
+
+
+def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
+    """`ids[count:] = pad`, by all threads of a program, of which there are `step`."""
+    index = ir.IndexType.get()
+    length = ir.MemRefType(ids.type).shape[0]
+    loop = scf.ForOp(
+        mlir.index(arith.addi(count, mlir.thread())),
+        arith.constant(index, length),
+        arith.constant(index, step),
+    )
+    with ir.InsertionPoint(loop.body):
+        memref.store(mlir.constant(pad), ids, [loop.induction_variable])
+        scf.yield_([])
+
+
+# A row that comes in parts
+
+
+def add_parts(
+    part_ref: Any,
+    exponent_ref: Any,
+    *,
+    height: int,
+    num_tiles: int,
+    is_triangle: bool,
+    interpret: bool,
+) -> tuple[Float[Array, "height columns"], Int[Array, "height columns"]]:
+    """Adds up the parts of a row's tiles, each a float times a power of two for the whole tile.
+
+    Only parts that exist are read, whatever the others hold.
+
+    Args:
+      part_ref: Floats, `[splits, tiles, columns]` in global memory.
+      exponent_ref: Exponents, `[tiles, 16]`; far below any other for parts of zeros.
+      height: Tiles of each warpgroup.
+      num_tiles: Tiles that exist.
+      is_triangle: Whether tile `t` has parts from split `t // 2` on; else it has all.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Sums and their exponents, in `tiles_layout(height, columns)`.
+    """
+    if interpret:
+        return _add_parts_interpreted(part_ref, exponent_ref, height, num_tiles, is_triangle)
+    shape = (height, part_ref.shape[-1])
+    layout = tiles_layout(*shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=[
+            plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
+            for dtype in (jnp.float32, jnp.int32)
+        ],
+    )
+    def add(_: Any, parts: Any, exponents: Any) -> Any:
+        found = _emit_add_parts(parts, exponents, height, num_tiles, is_triangle)
+        arrays = []
+        for values, is_signed in zip(zip(*found, strict=True), (None, True), strict=True):
+            registers = np.empty(len(values), dtype=object)
+            registers[:] = values
+            target = layout.to_mgpu()
+            arrays.append(
+                mgpu.FragmentedArray(
+                    _registers=registers.reshape(target.registers_shape(shape)),
+                    _layout=target,
+                    _is_signed=is_signed,
+                )
+            )
+        return arrays
+
+    total, exponents = add(part_ref, exponent_ref)
+    return total, exponents
+
+
+def _add_parts_interpreted(
+    part_ref: Any, exponent_ref: Any, height: int, num_tiles: int, is_triangle: bool
+) -> tuple[Array, Array]:
+    tile = jnp.arange(height, dtype=jnp.int32)[:, None]
+    split = jnp.arange(part_ref.shape[0], dtype=jnp.int32)[None]
+    there = (tile < num_tiles) & ((tile <= 2 * split + 1) | (not is_triangle))
+    exponent = exponent_ref[:, : part_ref.shape[0]]
+    exponent = replace(exponent, jnp.logical_not(there), NO_EXPONENT)
+    largest = jnp.maximum(jnp.max(exponent, axis=1, keepdims=True), NO_EXPONENT // 2)
+    factor = power_of_two(exponent - largest).T[..., None]
+    total = jnp.sum(jnp.where(there.T[..., None], part_ref[...], 0.0) * factor, axis=0)
+    return total, jnp.broadcast_to(largest, total.shape)
+
+
+def _emit_add_parts(
+    parts: ir.Value, exponents: ir.Value, height: int, num_tiles: int, is_triangle: bool
+) -> list[tuple[ir.Value, ir.Value]]:
+    """A thread's sums and exponents, four columns at a time: those of `_add_parts_interpreted`.
+
+        there = (tile < num_tiles) & ((tile <= 2 split + 1) | not is_triangle)
+        exponent = where(there, exponents[tile, split], NO_EXPONENT)
+        largest = max(max over splits of exponent, NO_EXPONENT / 2)
+        total = Σ over splits of where(there, parts[split, tile], 0) · 2^(exponent - largest)
+
+    A thread has four columns of every second tile of its warp's, a half of the warp each of two:
+    `least` is the first split whose part of the tile is there, or `num_splits` for no part.
+    """
+    num_splits, _, columns = ir.MemRefType(parts.type).shape
+    width = ir.MemRefType(exponents.type).shape[-1]
+    lanes = columns // ADJACENT  # that hold a tile, a power of two
+    lane = mlir.lane()
+    first = arith.muli(mlir.warp(), mlir.constant(height // WARPS))
+    first = arith.addi(first, arith.shrui(lane, mlir.constant(lanes.bit_length() - 1)))
+    column = arith.muli(arith.andi(lane, mlir.constant(lanes - 1)), mlir.constant(ADJACENT))
+    found = []
+    for pair in range(height // (WARPS * 2)):
+        tile = arith.addi(first, mlir.constant(2 * pair))
+        least = arith.shrui(tile, mlir.constant(1)) if is_triangle else mlir.constant(0)
+        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, mlir.constant(num_tiles))
+        least = arith.select(is_tile, least, mlir.constant(num_splits))
+        place = arith.addi(arith.muli(tile, mlir.constant(columns)), column)
+        start = mlir.address(parts, place)
+        exponent = mlir.address(exponents, arith.muli(tile, mlir.constant(width)))
+        found.append(_sum_of_tile(parts, start, exponent, least))
+    return found
+
+
+def _sum_of_tile(
+    parts: ir.Value, start: ir.Value, exponent: ir.Value, least: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Four adjacent sums of one tile, of the parts from `least` on, and their exponent.
+
+    Args:
+      parts: All parts.
+      start: Address of the four columns in the first split's part.
+      exponent: Address of the tile's exponents.
+      least: First split whose part is there.
+    """
+    num_splits, height, columns = ir.MemRefType(parts.type).shape
+    number = ir.F32Type.get()
+    exponents: list[ir.Value] = []
+    for split in range(0, num_splits, ADJACENT):
+        exponents += _load(exponent, 4 * split, mlir.constant(0), 0, mlir.i32(), "b32")
+    stride = 4 * height * columns  # bytes
+    loaded = [
+        _load(start, split * stride, least, split, number, "f32") for split in range(num_splits)
+    ]
+    none = mlir.constant(NO_EXPONENT)
+    shifts = []
+    for split in range(num_splits):
+        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, mlir.constant(split))
+        shifts.append(arith.select(is_there, exponents[split], none))
+    # More than that of none, so that the factor of none is 0.
+    largest = functools.reduce(arith.maxsi, shifts, mlir.constant(NO_EXPONENT // 2))
+    totals = [arith.constant(number, 0.0)] * ADJACENT
+    for values, shift in zip(loaded, shifts, strict=True):
+        factor = mlir.power_of_two(arith.subi(shift, largest))
+        totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
+    vectors = (ir.VectorType.get((ADJACENT,), x) for x in (number, mlir.i32()))
+    sums, same = (
+        vector.from_elements(kind, list(values))
+        for kind, values in zip(vectors, (totals, [largest] * ADJACENT), strict=True)
+    )
+    return sums, same
+
+
+def _load(
+    pointer: ir.Value,
+    offset: int,
+    least: ir.Value,
+    index: int,
+    kind: ir.Type,
+    name: str,
+    number: int = ADJACENT,
+) -> list[ir.Value]:
+    """Four adjacent numbers (`number`), or zeros unless `index` is at least `least`."""
+    zeros = " ".join(f"mov.b32 ${x}, 0;" for x in range(number))
+    targets = ", ".join(f"${x}" for x in range(number))
+    code = (
+        f"{{ .reg .pred p; setp.le.s32 p, ${number + 1}, {index}; {zeros} "
+        f"@p ld.global.v{number}.{name} {{{targets}}}, [${number} + {offset}]; }}"
+    )
+    # In order with what waits for the kernel that writes the numbers.
+    return list(
+        mgpu.utils.inline_ptx(
+            code, pointer, least, result_types=[kind] * number, has_side_effects=True
+        )
+    )
+
+
+# A row that comes by heads
+
+
+def read_powers(
+    power_ref: Any, there: Int[Array, ""], *, height: int, columns: int, interpret: bool
+) -> list[Array]:
+    """Starts to read the row of the first heads, as many as registers have room for.
+
+    Args:
+      power_ref: Numbers in bfloat16, `[heads, tiles * columns]` in global memory.
+      there: Columns that there are in all warpgroups; those beyond are anything.
+      height: Tiles of each warpgroup.
+      columns: Of a tile.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      What `add_powers` takes, in `tiles_layout(height, columns)`: words of two columns.
+    """
+    shape = (height, columns)
+    of_head = height * columns // (THREADS * _PACKED)
+    # None of long rows, which leave no room beside what makes the factors.
+    number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
+    if interpret:
+        return [power_ref[head, :].reshape(shape) for head in range(number)]
+    if not number:
+        return []
+    held = (height, columns // _PACKED)
+    layout = tiles_layout(*held, ADJACENT // _PACKED)
+    result = plgpu.ShapeDtypeStruct(held, jnp.dtype(jnp.int32), layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=[result] * number
+    )
+    def read(_: Any, powers: Any, there: Any) -> Any:
+        place = _places_of_tiles(powers, mlir.scalars(there)[0], shape)
+        rows = [
+            [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
+            for head in range(number)
+        ]
+        return [as_row(row, held, layout) for row in rows]
+
+    return list(read(power_ref, there))
+
+
+def add_powers(
+    read: list[Array],
+    power_ref: Any,
+    factors: Any,
+    there: Int[Array, ""],
+    *,
+    height: int,
+    columns: int,
+    part: int,
+    interpret: bool,
+) -> Float[Array, "height columns"]:
+    """Adds up a row of every head, each part of which has a factor; columns beyond are anything.
+
+    Args:
+      read: What `read_powers` has read.
+      power_ref: Numbers in bfloat16, `[heads, tiles * columns]` in global memory.
+      factors: `[heads or more, parts]` in shared memory.
+      there: Columns that there are in all warpgroups.
+      height: Tiles of each warpgroup.
+      columns: Of a tile.
+      part: Columns of a part, a multiple of four.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      The sums, in `tiles_layout(height, columns)`.
+    """
+    shape = (height, columns)
+    if interpret:
+        powers = power_ref[...].astype(jnp.float32)
+        places = jnp.arange(powers.shape[1], dtype=jnp.int32) // part
+        weights = jnp.take(factors[: powers.shape[0], :], places, axis=1, mode="clip")
+        return jnp.sum(powers * weights, axis=0).reshape(shape)
+    layout, words_of_four = tiles_layout(*shape), ADJACENT // _PACKED
+    held_layout = tiles_layout(height, columns // _PACKED, words_of_four)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[held_layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
+    )
+    def add(_: Any, *arguments: Any) -> Any:
+        *rows, powers, factors, there = arguments
+        places = _places_of_tiles(powers, mlir.scalars(there)[0], shape)
+        held = [mlir.scalars(row) for row in rows]
+        found: list[ir.Value] = []
+        for index, (start, unread, column) in enumerate(places):
+            own = slice(words_of_four * index, words_of_four * (index + 1))
+            first = [row[own] for row in held]
+            found += _sum_of_heads(powers, factors, first, start, unread, column, part)
+        return as_row(found, shape, layout)
+
+    return add(*read, power_ref, factors, there)
+
+
+def _sum_of_heads(
+    powers: ir.Value,
+    factors: ir.Value,
+    held: list[list[ir.Value]],
+    start: ir.Value,
+    unread: ir.Value,
+    column: ir.Value,
+    part: int,
+) -> list[ir.Value]:
+    """Four adjacent sums; some heads are read before any of them is added.
+
+    Args:
+      powers: Of all heads.
+      factors: Of all heads and parts.
+      held: What has been read of the first heads.
+      start: Address of the four columns in the first head's row.
+      unread: 1 if none of them is there, else 0.
+      column: The first of them.
+      part: Columns of a part.
+    """
+    num_heads = ir.MemRefType(powers.type).shape[0]
+    # Of columns that are not there, any part that is.
+    own = arith.shrui(column, mlir.constant(part.bit_length() - 1))
+    own = mlir.index(arith.select(_is_one(unread), mlir.constant(0), own))
+    totals = [arith.constant(ir.F32Type.get(), 0.0)] * ADJACENT
+    for first in range(0, num_heads, _HEADS_AT_ONCE):
+        heads = range(first, min(first + _HEADS_AT_ONCE, num_heads))
+        loaded = [
+            held[head] if head < len(held) else _load_power(powers, start, unread, head)
+            for head in heads
+        ]
+        for head, values in zip(heads, loaded, strict=True):
+            factor = memref.load(factors, [mlir.index(mlir.constant(head)), own])
+            values = [number for word in values for number in mlir.unpack_bfloat16(word)]
+            totals = [math.fma(x, factor, total) for x, total in zip(values, totals, strict=True)]
+    return totals
+
+
+def _load_power(powers: ir.Value, start: ir.Value, unread: ir.Value, head: int) -> list[ir.Value]:
+    """Four adjacent numbers of a head in two words, or zeros."""
+    kind, number = ir.MemRefType(powers.type), ADJACENT // _PACKED
+    return _load(start, 2 * head * kind.shape[1], unread, 0, mlir.i32(), "b32", number)
+
+
+def _places_of_tiles(
+    powers: ir.Value, there: ir.Value, shape: tuple[int, int]
+) -> list[tuple[ir.Value, ir.Value, ir.Value]]:
+    """Of each four adjacent columns of a thread: the address, 1 if none is there, the column."""
+    found = []
+    for column in _tile_places(*shape):
+        is_there = arith.cmpi(arith.CmpIPredicate.slt, column, there)
+        unread = arith.select(is_there, mlir.constant(0), mlir.constant(1))
+        found.append((mlir.address(powers, column), unread, column))
+    return found
+
+
+def _is_one(flag: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, flag, mlir.constant(1))
+
+
+def _tile_places(height: int, columns: int) -> list[ir.Value]:
+    """Where each four adjacent columns of a thread begin in a row in `tiles_layout`.
+
+    A thread has four columns of every second tile of its warp's, a half of the warp each of two.
+    """
+    lanes = columns // ADJACENT  # that hold a tile, a power of two
+    lane = mlir.lane()
+    first = arith.muli(mlir.warp(), mlir.constant(height // WARPS))
+    first = arith.addi(first, arith.shrui(lane, mlir.constant(lanes.bit_length() - 1)))
+    column = arith.muli(arith.andi(lane, mlir.constant(lanes - 1)), mlir.constant(ADJACENT))
+    tiles = [arith.addi(first, mlir.constant(2 * pair)) for pair in range(height // (WARPS * 2))]
+    return [arith.addi(arith.muli(tile, mlir.constant(columns)), column) for tile in tiles]
+
+
+def as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
+    """Numbers of a thread in order, adjacent columns after each other, as an array."""
+    target = layout.to_mgpu()
+    adjacent = target.vector_length
+    kind = ir.VectorType.get((adjacent,), values[0].type)
+    groups = [values[start : start + adjacent] for start in range(0, len(values), adjacent)]
+    registers = np.empty(len(groups), dtype=object)
+    registers[:] = [vector.from_elements(kind, group) for group in groups]
+    return mgpu.FragmentedArray(
+        _registers=registers.reshape(target.registers_shape(shape)),
+        _layout=target,
+        _is_signed=None if isinstance(values[0].type, ir.F32Type) else True,
+    )
+
+
+_int = mlir.constant

@@ -1,0 +1,1 @@
+"""Page scores: what queries would attend to in each page of keys."""

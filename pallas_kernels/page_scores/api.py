@@ -1,0 +1,209 @@
+"""Page scores of a prompt's rows, and the queries that represent each row.
+
+A function returns `None`, or says beforehand, where no kernel takes the call; the policy then runs
+plain JAX. Hopper multiplies by tensor cores in eight bits; other GPUs from Ampere on by single
+warps in float16.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.config import (
+    SCORED_BLOCK,
+    SCORED_HEADS,
+    SCORED_PAGES,
+    KernelConfig,
+)
+from sketchwalk_jax.scaled import to_float8
+
+# Numbers that kernels keep between them, half a gigabyte of float16.
+_MOST_MAX_LOGITS = 2**28
+
+
+def representatives(
+    query: Float[Array, "B T N H"],
+    valid: Bool[Array, "B T"],
+    *,
+    count: int,
+    block_size: int,
+    kernel_config: KernelConfig,
+) -> Float[Array, "B I R N C"] | None:
+    """Queries that stand for each row of the recommended policy, in the slow half of the channels.
+
+    But for distances that differ by less than 2^-17 of themselves, the same ones.
+    """
+    is_right = query.dtype.itemsize == 2 and query.shape[-1] in SCORED_HEADS
+    if not is_right or block_size != SCORED_BLOCK:
+        return None
+    from sketchwalk_jax.pallas_kernels.page_scores.representatives import (
+        representatives_kernel,
+    )
+
+    return representatives_kernel(
+        query,
+        valid,
+        count=count,
+        by_warp=dispatch.kernels_here() == "ampere",
+        interpret=kernel_config.interpret,
+    )
+
+
+def takes_page_scores(queries: Float[Array, "B I R N C"], *, block_size: int, pages: int) -> bool:
+    """Whether kernels score the pages of blocks for these queries of a prompt's rows."""
+    is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
+    is_token = queries.shape[1] * queries.shape[2] == 1
+    return is_right and block_size == SCORED_BLOCK and pages == SCORED_PAGES and not is_token
+
+
+def page_scores_of_kernels(
+    queries: Float[Array, "B I R N C"],
+    codes: Any,
+    rows: Int[Array, "B I"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    scale: float,
+    exponent: int,
+    heads: Any,
+    kernel_config: KernelConfig,
+) -> Float[Array, "B I P"]:
+    """`policies.block_codes.block_scores` by kernels, which have one axis for rows and queries.
+
+    Args:
+      queries: Queries that represent each row.
+      codes: The quantised keys of one layer among all, a `LayerCodes`.
+      rows: Block of each row.
+      kv_lengths: Keys present in each sequence.
+      scale: Factor of the products.
+      exponent: Order of the norm over heads and queries.
+      heads: The `Heads` of a rank, or `None` where all heads are here.
+      kernel_config: Whether the kernels are interpreted.
+    """
+    from sketchwalk_jax.pallas_kernels.page_scores.hopper import STEP, TILE, queries_per_row
+
+    is_ampere = dispatch.kernels_here() == "ampere"
+    batch, num_rows, count, num_heads, channels = queries.shape
+    num_blocks, kv_heads = codes.stack.centre.shape[2:4]
+    wanted = count * num_heads // kv_heads
+    per_row = queries_per_row(wanted)
+    # Rows at a time: a multiple of what fills a program, and as many as the memory says.
+    room = num_blocks if is_ampere else -(-num_blocks // STEP) * STEP
+    least = TILE // math.gcd(TILE, per_row)
+    most = _MOST_MAX_LOGITS // (batch * kv_heads * room * SCORED_PAGES * per_row)
+    tile = min(max(least, most // least * least), -(-num_rows // least) * least)
+    more_rows = -num_rows % tile
+    grouped = queries.reshape(batch, num_rows, count, kv_heads, -1, channels)
+    grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
+    padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
+    grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
+    score_tile = (_score_tile if is_ampere else _hopper_scores)(
+        codes,
+        kv_lengths,
+        wanted=wanted,
+        per_row=per_row,
+        scale=scale,
+        exponent=exponent,
+        interpret=kernel_config.interpret,
+    )
+
+    def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
+        index, own = part
+        found = score_tile(own, rows[:, 0] + index * tile)
+        found = found[..., : num_blocks * SCORED_PAGES]
+        if heads is not None:
+            found = heads.gather(found, axis=1)
+        return jnp.sum(found, axis=(1, 2))
+
+    parts = jnp.moveaxis(grouped, 2, 0)
+    found = jax.lax.map(score, (jnp.arange(len(parts), dtype=jnp.int32), parts))
+    found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * SCORED_PAGES)[:, :num_rows]
+    page = jnp.arange(num_blocks * SCORED_PAGES, dtype=jnp.int32)[None, None]
+    is_before = page < (rows[..., None] + 1) * SCORED_PAGES
+    return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
+
+
+def _hopper_scores(
+    codes: Any,
+    kv_lengths: Int[Array, "B"],
+    *,
+    wanted: int,
+    per_row: int,
+    scale: float,
+    exponent: int,
+    interpret: bool,
+) -> Callable[..., Float[Array, "B K parts Q P"]]:
+    """Scores of queries `[B K M C]` from their first row on, before the norm, on Hopper."""
+    from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
+    from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
+        dequantize_kernel,
+    )
+
+    stack, layer = codes.stack, codes.layer
+    beside = dequantize_kernel(
+        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=interpret
+    )
+    own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
+    more = -own_centre.shape[1] % kernel.STEP
+    centre = jnp.pad(own_centre, ((0, 0), (0, more), (0, 0), (0, 0)))
+
+    def score(own: Array, first_row: Array) -> Array:
+        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
+        peaks, factor = kernel.hopper_max_logits_kernel(own, beside, wanted=wanted, **where)
+        return kernel.hopper_page_scores_kernel(
+            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
+        )
+
+    return score
+
+
+def _score_tile(
+    codes: Any,
+    kv_lengths: Int[Array, "B"],
+    *,
+    wanted: int,
+    per_row: int,
+    scale: float,
+    exponent: int,
+    interpret: bool,
+) -> Callable[..., Float[Array, "B K parts Q P"]]:
+    """`_hopper_scores` on GPUs from Ampere on."""
+    from sketchwalk_jax.pallas_kernels.page_scores.max_logits import max_logits_kernel
+    from sketchwalk_jax.pallas_kernels.page_scores.prompt_scores import page_scores_kernel
+
+    stack, layer = codes.stack, codes.layer
+    centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
+
+    def score(own: Array, first_row: Array) -> Array:
+        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
+        twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
+        given = (stack.code, stack.step)
+        peaks = max_logits_kernel(twice, *given, layer=layer, lengths=kv_lengths, **where)
+        return page_scores_kernel(
+            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
+        )
+
+    return score
+
+
+def doubled_queries(
+    query: Float[Array, "B K M C"], *, per_row: int, wanted: int
+) -> tuple[Float[Array, "B K M C"], Float[Array, "B K M"]]:
+    """Queries as `max_logits_kernel` takes them: twice those in eight bits, and what they lack.
+
+    They are small enough that no sum of products with keys is above the largest float16.
+
+    Args:
+      query: Queries, row after row.
+      per_row: Queries of a row.
+      wanted: Those of them that count; of the others what they lack is NaN, and not a power of two.
+    """
+    from sketchwalk_jax.pallas_kernels.page_scores.hopper_max_logits import largest_of_query
+
+    rounded, factor = to_float8(query, largest_of_query(query.shape[-1]))
+    is_query = jnp.arange(query.shape[2], dtype=jnp.int32) % per_row < wanted
+    return 2.0 * rounded.astype(jnp.float16), jnp.where(is_query, factor[..., 0], jnp.nan)

@@ -1,0 +1,518 @@
+"""What pages of keys are worth to the rows of a prompt, on Hopper GPUs: two kernels.
+
+A row is stood for by a few queries of every head; those of the heads that share a key/value head
+follow each other here, row after row, as `m`. The first kernel multiplies in eight bits, queries
+times a power of two of each,
+
+    peaks[p, m] = 2^{a_m} max_{s in page p} (2^{-a_m} q_m) · k'_s
+
+and the second adds what the keys of a block have in common and takes the softmax over pages,
+
+    l[p, m] = scale · (peaks[p, m] + q_m · centre_j)
+    S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
+
+for the four pages `p` of 16 keys of each block `j` up to the row's own (`policies.block_codes`).
+
+*Peaks.* A program has 64 queries for each of its computing warpgroups, which round them to eight
+bits and keep them in registers, and one more warpgroup, the loader, which brings the keys eight
+blocks at a time: every block is read once for all of them. While a warpgroup takes the maxima of
+two blocks, the tensor cores multiply for it with the next two (`hopper_max_logits`): a block of 64
+channels takes them 64 cycles for each warpgroup, and 16 instructions of each warp at half the rate.
+Maxima are put down in shared memory and copied out eight blocks at a time, in float16 as the tensor
+cores made them, without the queries' powers of two. A block is needed up to the row of the
+program's last query; what lies behind that is never written.
+
+*Scores.* A warpgroup has 32 queries, of one row, or of up to four rows that have few; the two of a
+program share the centres. It goes through the blocks twice, 64 at a time, once for the denominators
+and once back for the shares, which are never written: it begins with what is still in shared
+memory, and goes on with what came last into the GPU's cache. It multiplies with the centres of 64
+blocks and adds that to four pages of each, one after another: so references, masks and products are
+there once for four numbers. Peaks are read in place, page by page. A thread adds powers beside
+references of its own, which move only when a logit exceeds one by far. A number is the rounded sum
+of both products, the same one in both passes, and powers are taken beside the largest one, so that
+equal pages have equal shares however large they are.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.page_scores import hopper_max_logits as max_logits
+from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
+
+_QUERIES = max_logits.QUERIES  # of a warpgroup of the first kernel
+_GROUP = max_logits.GROUP  # blocks brought together, and whose maxima are copied out together
+_COMPUTING = 4  # warpgroups of the first kernel that compute
+_REGISTERS = (32, 112)  # of a thread that loads, and of one that computes
+_KEY_STAGES = 4  # groups of keys in shared memory
+_WARPGROUPS = 2  # of the second kernel, which share the centres of blocks
+_PART = 32  # queries of each
+_STEP = 64  # blocks that it takes at a time
+_STAGES = 2  # steps in shared memory, a power of two
+_PAGES = max_logits.PAGES
+_SLACK = 64.0  # how far above its reference a logit may be, in powers of two
+
+TILE = _QUERIES * _COMPUTING
+"""The number of queries is a multiple of this."""
+STEP = _STEP
+"""The number of blocks of centres is a multiple of this."""
+
+
+def queries_per_row(wanted: int) -> int:
+    """The least number of queries of a row that the kernels take: 8, 16 or a multiple of 32.
+
+    Example:
+      >>> [queries_per_row(count) for count in (3, 12, 28, 56)]
+      [8, 16, 32, 64]
+    """
+    return next((one for one in (8, 16) if wanted <= one), -(-wanted // _PART) * _PART)
+
+
+# Peaks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PeaksTiling:
+    """What is static about a call of the first kernel.
+
+    Attributes:
+      tiles: Programs of a key/value head.
+      per_row: Queries of a row.
+      wanted: Those of them that are queries; the others fill up.
+      groups: Groups of keys that there are.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    tiles: int
+    per_row: int
+    wanted: int
+    groups: int
+    interpret: bool
+
+
+def _peaks(
+    query: Any,
+    key: Any,
+    first_row: Any,
+    out: Any,
+    factor: Any,
+    *,
+    tiling: _PeaksTiling,
+    queries: Any,
+    keys: Any,
+    found: Any,
+    filled: Any,
+    freed: Any,
+    arrived: Any,
+) -> None:
+    """One program: a loader and the warpgroups that compute."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
+    tile = tiling.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, tiling.per_row)
+    # Whole groups are written: nobody asks for what is beyond the last row.
+    groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, tiling.groups)
+    share_registers = functools.partial(ops.share_registers, *_REGISTERS, num_computing=_COMPUTING)
+
+    @pl.when(warpgroup == _COMPUTING)
+    def _() -> None:
+        share_registers(is_loader=True)
+
+        def load(group: Any, nothing: Any) -> Any:
+            slot = jax.lax.rem(group, _KEY_STAGES)
+
+            @pl.when(group >= _KEY_STAGES)
+            def _() -> None:
+                plgpu.barrier_wait(freed.at[slot])
+
+            own = key.at[batch, kv_head, jnp.minimum(group, tiling.groups - 1)]
+            plgpu.copy_gmem_to_smem(own, keys.at[slot], filled.at[slot])
+            return nothing
+
+        # And one more group, with which the computing ones start and do not go on.
+        jax.lax.fori_loop(0, groups + 1, load, ())
+
+    @pl.when(warpgroup < _COMPUTING)
+    def _() -> None:
+        share_registers(is_loader=False)
+        own = pl.ds(tile * TILE + warpgroup * _QUERIES, _QUERIES)
+        source = query.at[batch, kv_head, own]
+        plgpu.copy_gmem_to_smem(source, queries.at[warpgroup], arrived.at[warpgroup])
+        plgpu.barrier_wait(arrived.at[warpgroup])
+        mine = ops.read(queries.at[warpgroup], max_logits.LAYOUT)
+        mine, factors = max_logits.round_queries(mine)
+        place = tile * TILE + warpgroup * _QUERIES
+        place = place + plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=max_logits.BY_ROW)
+        # What fills up a row is left out.
+        factors = jnp.where(jax.lax.rem(place, tiling.per_row) < tiling.wanted, factors, jnp.nan)
+        ops.write(factor.at[batch, kv_head, own], factors)
+
+        plgpu.barrier_wait(filled.at[0])
+        max_logits.begin(mine, keys.at[0], interpret=tiling.interpret)
+
+        def group(index: Any, _: Any) -> Any:
+            buffer = jax.lax.rem(index, 2)
+            slot, after = (jax.lax.rem(one, _KEY_STAGES) for one in (index, index + 1))
+            for step in range(max_logits.STEPS):
+                if step == max_logits.STEPS - 1:
+                    plgpu.barrier_wait(filled.at[after])
+                of_step = _PAGES * max_logits.BLOCKS
+                pages = pl.ds(step * of_step, of_step)
+                max_logits.write_maxima(
+                    mine,
+                    keys.at[slot],
+                    keys.at[after],
+                    found.at[warpgroup, buffer, pages],
+                    step=step,
+                    interpret=tiling.interpret,
+                )
+            plgpu.barrier_arrive(freed.at[slot])
+            plgpu.commit_smem()
+            of_group = _PAGES * _GROUP
+            target = out.at[batch, kv_head, pl.ds(index * of_group, of_group), own]
+            plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before
+            max_logits.settle(interpret=tiling.interpret)
+            return ()
+
+        jax.lax.fori_loop(0, groups, group, ())
+        plgpu.wait_smem_to_gmem(0)
+
+
+def hopper_max_logits_kernel(
+    query: Float[Array, "B K M C"],
+    key: Float[Array, "B K G lines 128"],
+    *,
+    first_row: Int[Array, "B"],
+    per_row: int,
+    wanted: int,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B K P M"], Float[Array, "B K M"]]:
+    """`peaks` of the module in two factors; those of blocks after a query's own row are anything.
+
+    Args:
+      query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
+      key: Keys beside their block's centre, in float8_e4m3fn, of groups of eight blocks, which lie
+        as `hopper_max_logits` says.
+      first_row: Block of each sequence's first row.
+      per_row: Queries of a row.
+      wanted: Those of them that count; of the others the factor is NaN.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      The largest products in float16, of the pages of all blocks, whose number is rounded up to a
+      multiple of `STEP`, and the power of two of each query, float32.
+    """
+    batch, kv_heads, num_queries, channels = query.shape
+    groups, lines = key.shape[2:4]
+    tiling = _PeaksTiling(
+        tiles=num_queries // TILE,
+        per_row=per_row,
+        wanted=wanted,
+        groups=groups,
+        interpret=interpret,
+    )
+    shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP * _PAGES, num_queries)
+    found = (_COMPUTING, 2, _GROUP * _PAGES, _QUERIES)
+    row = channels * query.dtype.itemsize
+    kernel = ops.kernel(
+        functools.partial(_peaks, tiling=tiling),
+        out_type=(
+            jax.ShapeDtypeStruct(shape, jnp.float16),
+            jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
+        ),
+        scratch_types={
+            "queries": ops.tiled((_COMPUTING, _QUERIES, channels), query.dtype, swizzle=row),
+            "keys": ops.tiled((_KEY_STAGES, lines, max_logits.LINE), key.dtype),
+            "found": ops.tiled(found, jnp.float16),
+            "filled": plgpu.Barrier(num_arrivals=1, num_barriers=_KEY_STAGES),
+            "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
+            "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
+        },
+        grid=(tiling.tiles, kv_heads, batch),
+        grid_names=("tile", "kv_head", "batch"),
+        num_threads=_COMPUTING + 1,
+        thread_name="warpgroup",
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
+        kernel_name="block_peaks",
+    )
+    return kernel(query, key, first_row.astype(jnp.int32))
+
+
+# Scores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ScoresTiling:
+    """What is static about a call of the second kernel.
+
+    Attributes:
+      programs: Programs of a key/value head.
+      per_row: Queries of a row: 8, 16 or a multiple of 32.
+      blocks: Blocks, a multiple of 64.
+      factor: Factor of the products in powers of two.
+      exponent: Order of the norm.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    programs: int
+    per_row: int
+    blocks: int
+    factor: float
+    exponent: int
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a warpgroup."""
+        return max(1, _PART // self.per_row)
+
+    @property
+    def parts(self) -> int:
+        """Warpgroups of a row."""
+        return max(1, self.per_row // _PART)
+
+
+def _scores(
+    peaks: Any,
+    factor: Any,
+    query: Any,
+    centre: Any,
+    first_row: Any,
+    out: Any,
+    *,
+    tiling: _ScoresTiling,
+    queries: Any,
+    centres: Any,
+    tiles: Any,
+    meeting: Any,
+    filled: Any,
+    freed: Any,
+    arrived: Any,
+) -> None:
+    """One program: two warpgroups of 32 queries; the first one brings the centres for both."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    program = tiling.programs - 1 - jax.lax.axis_index("program")
+    kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
+    place = program * _WARPGROUPS + warpgroup
+    first = jax.lax.div(place * _PART, tiling.per_row)  # its rows, among those of the call
+    part = jax.lax.rem(place, tiling.parts)
+    last_query = (program + 1) * _WARPGROUPS * _PART - 1  # of all warpgroups, which go along
+    last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
+    steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
+    shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
+    mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
+
+    def load(step: Any, *, waits: Any) -> None:
+        """Brings a step; `waits` if another one is to be read in its place first."""
+        slot = jnp.bitwise_and(step, _STAGES - 1)
+        some = pl.ds(step * _STEP, _STEP)
+        for page in range(_PAGES):
+            source = peaks.at[batch, kv_head, some, page, own]
+            plgpu.copy_gmem_to_smem(source, mine.at[slot, page], filled.at[slot])
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            @pl.when(waits)
+            def _() -> None:
+                plgpu.barrier_wait(freed.at[slot])
+
+            source = centre.at[batch, some, kv_head]
+            plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
+
+    plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries.at[warpgroup], ready)
+    for step in range(_STAGES - 1):
+        pl.when(step < steps)(functools.partial(load, jnp.int32(step), waits=False))
+    plgpu.barrier_wait(ready)
+    factors = ops.spread(ops.read(factor.at[batch, kv_head, own], ops.BY_COLUMN), shape, 1)
+    # The row of each query, and its last block.
+    row = jax.lax.div(ops.matrix_index(shape, 1), tiling.per_row) if tiling.rows > 1 else 0
+    reach = first_row[batch] + first + row
+
+    def products(step: Any, *, is_new: Any, following: Any) -> Any:
+        """Those of one step with centres; what pages add to them may still be read.
+
+        Args:
+          step: The step.
+          is_new: Whether nobody has waited for it yet.
+          following: The step that is to take its place, if there is such a one.
+        """
+        slot = jnp.bitwise_and(step, _STAGES - 1)
+
+        @pl.when(is_new)
+        def _() -> None:
+            plgpu.barrier_wait(filled.at[slot])
+
+        def product(accumulator: ops.Accumulator) -> Any:
+            right = queries.at[warpgroup].transpose((1, 0))
+            accumulator.add_product(centres.at[slot], right)
+            return accumulator.load()
+
+        found = ops.with_accumulator(product, shape, interpret=tiling.interpret)
+
+        @pl.when((following >= 0) & (following < steps))
+        def _() -> None:
+            plgpu.barrier_arrive(freed.at[slot])
+
+        # The place that is filled next is that of the step before, which all warps have read now.
+        row_ops.barrier(interpret=tiling.interpret)
+        return found
+
+    def of_page(step: Any, page: Any, shared: Any) -> Any:
+        """Products of a page of each block of a step: a sum that is rounded once, and alike."""
+        slot = jnp.bitwise_and(step, _STAGES - 1)
+        return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
+
+    def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        reference, total = state
+        shared = products(step, is_new=True, following=step + _STAGES)
+        after = step + _STAGES - 1
+        pl.when(after < steps)(functools.partial(load, after, waits=step > 0))
+        is_seen = step * _STEP + ops.matrix_index(shape, 0) <= reach
+        seen = jnp.where(is_seen, shared, -jnp.inf)
+
+        def add(page: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            more, is_far = state
+            away = (of_page(step, page, seen) - reference) * tiling.factor
+            is_farther = row_ops.any_of_warp(
+                away > _SLACK, layout=ops.ACCUMULATOR, interpret=tiling.interpret
+            )
+            more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
+            return more, is_far | is_farther
+
+        # Not one by one in the program: the numbers of all pages need more registers.
+        start = (ops.full(shape, 0.0), jnp.int32(0))
+        more, is_far = jax.lax.fori_loop(0, _PAGES, add, start)
+
+        def keep() -> tuple[Any, Any]:
+            return reference, total + more
+
+        def move() -> tuple[Any, Any]:
+            def values(page: Any) -> tuple[Any, Any]:
+                found = of_page(step, page, seen)
+                return found, jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e) / tiling.factor
+
+            def raise_(page: Any, higher: Any) -> Any:
+                found, counts = values(page)
+                return jnp.where(counts, jnp.maximum(higher, found), higher)
+
+            higher = jax.lax.fori_loop(0, _PAGES, raise_, reference)
+
+            def add(page: Any, total: Any) -> Any:
+                found, counts = values(page)
+                away = (found - higher) * tiling.factor
+                return total + jnp.where(counts, jnp.exp2(away), 0.0)
+
+            less = total * jnp.exp2((reference - higher) * tiling.factor)
+            less = jax.lax.fori_loop(0, _PAGES, add, less)
+            return higher, less
+
+        return jax.lax.cond(is_far != 0, move, keep)
+
+    start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
+    reference, total = jax.lax.fori_loop(0, steps, gather, start)
+    over_rows = functools.partial(
+        ops.over_rows, scratch=meeting.at[warpgroup], interpret=tiling.interpret
+    )
+    highest = over_rows(reference, "max")
+    below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
+    total = over_rows(total * jnp.exp2(below), "add")
+    # Of a query that saw nothing any number will do: nothing that it saw counts.
+    offset = jnp.where(total > 0.0, highest, 0.0)
+    common = ops.spread(jnp.log2(total) * tiling.exponent, shape, 1)
+    offset = ops.spread(offset, shape, 1)
+
+    def share(index: Any, _: Any) -> Any:
+        step = steps - 1 - index
+        shared = products(step, is_new=index >= _STAGES, following=step - _STAGES)
+        before = step + 1 - _STAGES
+        is_needed = (before >= 0) & (index > 0)
+        pl.when(is_needed)(functools.partial(load, before, waits=True))
+        outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
+
+        def write(page: Any, _: Any) -> Any:
+            # What is large is taken away first: what is left counts to the last bit.
+            away = of_page(step, page, shared) - offset
+            away = away * (tiling.factor * tiling.exponent) - common
+            parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)
+            row_ops.write_sums(parts, outs, step * _STEP, page, interpret=tiling.interpret)
+            return ()
+
+        jax.lax.fori_loop(0, _PAGES, write, ())
+        return ()
+
+    jax.lax.fori_loop(0, steps, share, ())
+
+
+def hopper_page_scores_kernel(
+    peaks: Float[Array, "B K P M"],
+    factor: Float[Array, "B K M"],
+    query: Float[Array, "B K M C"],
+    centre: Float[Array, "B blocks K C"],
+    *,
+    first_row: Int[Array, "B"],
+    per_row: int,
+    scale: float,
+    exponent: int,
+    interpret: bool = False,
+) -> Float[Array, "B K parts I P"]:
+    """`S` of the module, of each key/value head and each 32 queries of a row.
+
+    Args:
+      peaks: From `hopper_max_logits_kernel`; NaN leaves one out.
+      factor: From there; NaN leaves a query out.
+      query: The queries in 16 bits.
+      centre: Centres of the blocks in 16 bits.
+      first_row: Block of each sequence's first row.
+      per_row: Queries of a row, from `queries_per_row`.
+      scale: Factor of the products.
+      exponent: Order of the norm.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Float32, to be summed over `K` and `parts`; of blocks after a row's own it may be anything.
+    """
+    batch, kv_heads, num_queries, channels = query.shape
+    tiling = _ScoresTiling(
+        programs=num_queries // (_WARPGROUPS * _PART),
+        per_row=per_row,
+        blocks=centre.shape[1],
+        factor=scale * math.log2(math.e),
+        exponent=exponent,
+        interpret=interpret,
+    )
+    shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks, _PAGES)
+    peaks = peaks.reshape(batch, kv_heads, tiling.blocks, _PAGES, num_queries)
+    tile = (_WARPGROUPS, _STAGES, _PAGES, _STEP, _PART)
+    swizzle = channels * query.dtype.itemsize
+    kernel = ops.kernel(
+        functools.partial(_scores, tiling=tiling),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        scratch_types={
+            "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
+            "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
+            "tiles": ops.tiled(tile, peaks.dtype, swizzle=2 * _PART),
+            "meeting": ops.scratch_of_rows(_WARPGROUPS),
+            "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS * _PAGES + 1, num_barriers=_STAGES),
+            "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
+            "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_WARPGROUPS),
+        },
+        grid=(tiling.programs, kv_heads, batch),
+        grid_names=("program", "kv_head", "batch"),
+        num_threads=_WARPGROUPS,
+        thread_name="warpgroup",
+        compiler_params=ops.compiler_params(approx_math=True),
+        interpret=ops.interpreter(interpret),
+        kernel_name="block_scores",
+    )
+    found = kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))
+    return found.reshape(*shape[:4], -1)

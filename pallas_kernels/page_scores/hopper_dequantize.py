@@ -1,0 +1,265 @@
+"""What keys are beside the centre of their block, in eight bits, from their codes, on Hopper GPUs.
+
+    k'_s = step · code_s,   exact in float8_e4m3fn (`policies.block_codes`)
+
+of one layer's keys among all, as `hopper` multiplies them and where it wants them
+(`hopper_max_logits`). The first key of a page of 16 fills the place of a token that is not there: a
+maximum does not see it twice. NaN where a page has no key.
+
+A warp has one block of one key/value head. Two threads share a key; each reads 8 or 16 bytes of
+codes of four keys, and with the steps of their channels, which it makes numbers of once, writes as
+many bytes of the first half of the channels, and of the second one. Half a byte of each number is
+read, and a byte is written. Two codes become float16 in one instruction (their bits into the
+mantissa of 1024), lose what is too much, are multiplied by the step, and become eight bits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxtyping import Array, Float, Int, Int8, UInt8
+
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.page_scores import hopper_max_logits as max_logits
+
+# Its annotations lack the operands that its functions take.
+arith: Any = typed_arith
+
+_KEYS = max_logits.BLOCK
+_OF_GROUP = max_logits.GROUP * _KEYS  # keys
+_SHARING = 2  # threads of a key
+_AT_ONCE = mlir.LANES // _SHARING  # keys of a warp, those of a page
+_PAGES = max_logits.PAGES
+_WORD = 4  # bytes
+_NO_STEP = -128  # in the place of a step: there is no key
+_NAN = 0x7F  # in eight bits
+_LOW, _HIGH = 0, 1  # halves of the channels, and of a byte of codes
+_BITS = (0x000F000F, 0x00F000F0)  # of two codes in a word
+_MAGIC = (0x64086408, 0x64806480)  # 1024, and the sign bit of the code, which is turned over
+_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152
+_STEP_BIAS = (15, 11)  # what makes the field of an exponent: the step, and a sixteenth of it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What is static about a call.
+
+    Attributes:
+      blocks: Blocks that there is room for.
+      kv_heads: Heads of keys.
+      row_bytes: Bytes of the codes of a key.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    blocks: int
+    kv_heads: int
+    row_bytes: int
+    interpret: bool
+
+    @property
+    def lines(self) -> int:
+        """Lines of the keys of a group."""
+        return max_logits.lines(2 * self.row_bytes)
+
+    @property
+    def units(self) -> int:
+        """What warps have: blocks of a head."""
+        return self.blocks * self.kv_heads
+
+    @property
+    def words(self) -> int:
+        """Words of codes of a key that a thread has."""
+        return self.row_bytes // (_SHARING * _WORD)
+
+
+def _write_residuals(
+    code: Any, step: Any, lengths: Any, layer: Any, out: Any, *, sizes: _Sizes
+) -> None:
+    """One program: four pairs of a block and a head, whose codes follow each other."""
+    batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
+    own, length = layer[0], lengths[batch]
+    code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
+    if sizes.interpret:
+        for warp in range(row_ops.WARPS):
+            unit = program * row_ops.WARPS + warp
+            write_unit = functools.partial(_write_interpreted, code, step, out, unit, length)
+            pl.when(unit < sizes.units)(functools.partial(write_unit, sizes=sizes))
+        return
+    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(*(reference,) * 3, *(scalar,) * 2))
+    def write(_: Any, code: Any, step: Any, out: Any, program: Any, length: Any) -> None:
+        first, length = (mlir.scalars(x)[0] for x in (program, length))
+        unit = arith.addi(arith.muli(first, _int(row_ops.WARPS)), mlir.warp())
+        is_there = arith.cmpi(arith.CmpIPredicate.slt, unit, _int(sizes.units))
+        with mgpu.when(is_there):
+            _write_unit(code, step, out, unit, length, sizes=sizes)
+
+    write(code, step, out, program, length)
+
+
+def _write_unit(
+    code: ir.Value,
+    step: ir.Value,
+    out: ir.Value,
+    unit: ir.Value,
+    length: ir.Value,
+    *,
+    sizes: _Sizes,
+) -> None:
+    """One block of a head; every value here is one thread's."""
+    block, head = (x(unit, _int(sizes.kv_heads)) for x in (arith.divsi, arith.remsi))
+    lane, row_bytes = mlir.lane(), sizes.row_bytes
+    start = arith.muli(arith.andi(lane, _int(_SHARING - 1)), _int(_WORD * sizes.words))
+    first_key = arith.muli(block, _int(_KEYS))
+
+    def row(index: ir.Value, width: int) -> ir.Value:
+        """Place of the thread's first entry in a row."""
+        return arith.addi(arith.muli(index, _int(width)), start)
+
+    own = arith.shrui(lane, _int(_SHARING.bit_length() - 1))
+    # Rows of codes are those of the keys of a block and head, one after another.
+    first_row = arith.subi(arith.muli(unit, _int(_KEYS)), first_key)
+    keys, codes, missing = [], [], []
+    for page in range(_PAGES):
+        key = arith.addi(arith.addi(first_key, own), _int(page * _AT_ONCE))
+        is_key = arith.cmpi(arith.CmpIPredicate.slt, key, length)
+        first = arith.addi(first_key, _int(page * _AT_ONCE))
+        is_page = arith.cmpi(arith.CmpIPredicate.slt, first, length)
+        missing.append(arith.select(is_page, _int(0), _int(_NAN)))
+        present = arith.select(is_key, key, first)
+        keys.append(key)
+        pointer = mlir.address(code, row(arith.addi(first_row, present), row_bytes))
+        codes.append(_load(pointer, sizes.words))
+    pointer = mlir.address(step, row(unit, 2 * row_bytes))
+    steps = [_load(pointer, sizes.words, offset=half * row_bytes) for half in (_LOW, _HIGH)]
+    factors = [[_factors(x, half) for x in steps[half]] for half in (_LOW, _HIGH)]
+    group = arith.divsi(block, _int(max_logits.GROUP))
+    groups = _int(-(-sizes.blocks // max_logits.GROUP))
+    group_start = arith.muli(arith.addi(arith.muli(head, groups), group), _int(_OF_GROUP))
+    for page, (key, held) in enumerate(zip(keys, codes, strict=True)):
+        place = arith.andi(key, _int(_OF_GROUP - 1))
+        in_block = _place(own, page)
+        place = arith.ori(arith.andi(place, _int(-_KEYS)), in_block)
+        beside, line = (x(place, _int(sizes.lines)) for x in (arith.divui, arith.remui))
+        target = arith.addi(arith.muli(line, _int(max_logits.LINE)), start)
+        target = arith.addi(target, arith.muli(beside, _int(2 * row_bytes)))
+        target = arith.addi(target, arith.muli(group_start, _int(2 * row_bytes)))
+        pointer = mlir.address(out, target)
+        for half in (_LOW, _HIGH):
+            found = [_numbers(x, half, *y) for x, y in zip(held, factors[half], strict=True)]
+            if half == _LOW:
+                # One channel that is not a number makes every product none.
+                found[0] = arith.ori(found[0], missing[page])
+            mlir.store(pointer, found, offset=half * row_bytes)
+
+
+def _place(own: ir.Value, page: int) -> ir.Value:
+    """`hopper_max_logits.place_of_key` of a key of a page, whose number is known."""
+    pair, one = arith.andi(own, _int(-2)), arith.andi(own, _int(1))
+    place = arith.ori(arith.muli(pair, _int(_PAGES)), one)
+    return arith.ori(place, _int(max_logits.place_of_key(page * _AT_ONCE)))
+
+
+def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
+    """Two powers of two in float16, of bytes 0 and 2 and of bytes 1 and 3; or NaN."""
+    found = []
+    for shift in (0, 8):
+        x = arith.andi(arith.shrui(steps, _int(shift)), _int(0x00FF00FF))
+        # Of what is below zero, `_NO_STEP` alone has no bit after the first.
+        is_none = arith.andi(x, arith.xori(arith.shli(x, _int(1)), _int(-1)))
+        is_none = arith.muli(arith.andi(is_none, _int(0x00800080)), _int(0x7E00 // 0x80))
+        bias = _STEP_BIAS[half]
+        field = arith.andi(arith.addi(x, _int(bias << 16 | bias)), _int(0x001F001F))
+        found.append(arith.ori(arith.shli(field, _int(10)), is_none))
+    return found[0], found[1]
+
+
+def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Value:
+    """Four of the codes of a word, times their steps, in eight bits."""
+    lines = [
+        f"lop3.b32 x, {source}, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
+        f"add.rn.f16x2 x, x, excess; mul.rn.f16x2 x, x, {factor}; "
+        f"cvt.rn.satfinite.e4m3x2.f16x2 {target}, x;"
+        for source, factor, target in (("$1", "$2", "a"), ("y", "$3", "b"))
+    ]
+    code = (
+        f"{{ .reg .b32 x, y, excess; .reg .b16 a, b; mov.b32 excess, {_EXCESS[half]}; "
+        f"shr.u32 y, $1, 8; {' '.join(lines)} "
+        "cvt.u32.u16 x, a; cvt.u32.u16 y, b; prmt.b32 $0, x, y, 0x5140; }"
+    )
+    return mgpu.utils.inline_ptx(code, codes, even, odd, result_types=mlir.i32())
+
+
+def _write_interpreted(
+    code: Any, step: Any, out: Any, unit: Array, length: Array, *, sizes: _Sizes
+) -> None:
+    block, head = jax.lax.div(unit, sizes.kv_heads), jax.lax.rem(unit, sizes.kv_heads)
+    signed = jax.lax.bitcast_convert_type(code[block, head], jnp.int8).astype(jnp.int32)
+    codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
+    key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
+    first = codes.reshape(_PAGES, -1, codes.shape[-1])[:, :1]
+    first = jnp.broadcast_to(first, (_PAGES, _AT_ONCE, codes.shape[-1]))
+    codes = jnp.where(key < length, codes, first.reshape(codes.shape))
+    codes = jnp.where(key // _AT_ONCE * _AT_ONCE < length, codes, jnp.nan)
+    exponent = step[block, head].astype(jnp.int32)
+    scale = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    found = codes * jnp.where(exponent == _NO_STEP, jnp.nan, scale)[None]
+    found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
+    # In the order of `hopper_max_logits.place_of_key`.
+    found = found.reshape(_PAGES, -1, 2, found.shape[-1]).swapaxes(0, 1).reshape(found.shape)
+    # A block's keys lie below each other.
+    group, place = (
+        jax.lax.div(block, max_logits.GROUP),
+        jax.lax.rem(block, max_logits.GROUP),
+    )
+    beside, line = (x(place * _KEYS, sizes.lines) for x in (jax.lax.div, jax.lax.rem))
+    channels = 2 * sizes.row_bytes
+    out[head, group, pl.ds(line, _KEYS), pl.ds(beside * channels, channels)] = found
+
+
+def dequantize_kernel(
+    code: UInt8[Array, "L B J K S C2"],
+    step: Int8[Array, "L B J K C"],
+    *,
+    layer: Int[Array, ""],
+    lengths: Int[Array, "B"],
+    interpret: bool = False,
+) -> Float[Array, "B K G lines 128"]:
+    """`k'` of the module, float8_e4m3fn, of the keys of all blocks of one layer.
+
+    What fills up the last group is not written.
+
+    Args:
+      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and 32 or 64 channels.
+      step: Likewise.
+      layer: The layer.
+      lengths: Keys of each sequence.
+      interpret: Whether the interpreter runs the kernel.
+    """
+    _, batch, blocks, kv_heads, _, row_bytes = code.shape
+    sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
+    groups = -(-blocks // max_logits.GROUP)
+    shape = (batch, kv_heads, groups, sizes.lines, max_logits.LINE)
+    found = ops.kernel(
+        functools.partial(_write_residuals, sizes=sizes),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.int8),
+        grid=(batch, -(-sizes.units // row_ops.WARPS)),
+        grid_names=("batch", "program"),
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
+        kernel_name="block_residuals",
+    )(code, step, lengths.astype(jnp.int32), layer.astype(jnp.int32)[None])
+    return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)
+
+
+_int = mlir.constant
+_load = functools.partial(mlir.load, how=".nc")

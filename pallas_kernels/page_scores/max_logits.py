@@ -1,0 +1,388 @@
+"""Largest products of a prompt's queries with keys at four bits, on GPUs from Ampere on.
+
+    peaks[p, m] = max_{s in page p} q'_m · step code_s
+
+`m` counts the queries that stand for rows, as `hopper` does, and `q'` are these in eight bits
+(`round_queries`). Numbers are float16 without the queries' powers of two, like those of Hopper's
+first kernel, and so are the sums: two to a register, so that an instruction takes the maxima of two
+and GPUs that add up float32 at half the rate do not.
+
+A warp has 64 queries in registers, and goes from block to block by itself: it waits for no other
+warp, and there is no shared memory. Queries are the rows of products of tensor cores (`mma.sync`),
+keys the columns. A thread reads the codes of eight keys, makes numbers of them (`four_bits`), and
+each serves 64 queries: of about 450 instructions for a block of 64 channels 128 multiply, and take
+tensor cores longer than all others take the warp. Codes of the next block are read into the
+registers of those that have just been used.
+
+*Which key is where.* Of the eight columns of a product a thread has the sums of two. Columns are
+keys in such an order that those of thread `t` of four are always keys of page `t`: so no thread
+asks another one for a page's maximum.
+
+*Which query is where.* The eight sums that a thread is left with, two in each of four products, are
+those of queries that follow each other: it writes 16 bytes, and eight threads a line of memory.
+
+*What is missing.* In the place of a key that is not there stands the last one that is: a maximum
+does not see it twice. Peaks of a page without a key are NaN.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import scf as typed_scf
+from jaxtyping import Array, Float, Int, Int8, UInt8
+
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.page_scores import four_bits
+from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
+
+# Their annotations lack the operands that their functions take.
+arith: Any = typed_arith
+scf: Any = typed_scf
+
+QUERIES = 64  # of a warp
+TILE = QUERIES * row_ops.WARPS
+"""The number of queries is a multiple of this."""
+_KEYS = 64  # of a block
+_PAGES, _OF_PAGE = 4, 16
+_ROWS = 16  # of a product
+_TILES = QUERIES // _ROWS
+_COLUMNS = 8  # of a product, of which there are as many for a block
+_WORD = 4  # bytes
+_PART = 32  # blocks of a program, so that those of late rows do not run alone in the end
+_NAN = 0x7FFF7FFF  # two
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What is static about a call.
+
+    Attributes:
+      tiles: Programs' queries of a key/value head.
+      per_row: Queries of a row.
+      blocks: Blocks.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    tiles: int
+    per_row: int
+    blocks: int
+    interpret: bool
+
+
+def _find_peaks(
+    query: Any,
+    code: Any,
+    step: Any,
+    lengths: Any,
+    first_row: Any,
+    layer: Any,
+    out: Any,
+    *,
+    sizes: _Sizes,
+) -> None:
+    """One program: some blocks for 64 queries of each warp."""
+    kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
+    tile = sizes.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, sizes.per_row)
+    first = jax.lax.axis_index("part") * _PART
+    end = jnp.minimum(jnp.minimum(last + 1, sizes.blocks), first + _PART)
+    last_key = jnp.maximum(lengths[batch] - 1, 0)
+    code, step = code.at[layer[0], batch], step.at[layer[0], batch]
+    numbers = (kv_head, tile * TILE, first, end, lengths[batch], last_key)
+    query, out = query.at[batch, kv_head], out.at[batch, kv_head]
+
+    @pl.when(first < end)
+    def _() -> None:
+        if sizes.interpret:
+            _interpreted(query, code, step, out, *numbers)
+            return
+        reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+
+        @plgpu.inline_mgpu(arg_types=(*(reference,) * 4, *(scalar,) * len(numbers)))
+        def find(_: Any, query: Any, code: Any, step: Any, out: Any, *numbers: Any) -> None:
+            held = [mlir.scalars(x)[0] for x in numbers]
+            _Warp(query, code, step, out, *held).run()
+
+        find(query, code, step, out, *numbers)
+
+
+def _interpreted(
+    query: Any,
+    code: Any,
+    step: Any,
+    out: Any,
+    kv_head: Array,
+    first_query: Array,
+    first: Array,
+    end: Array,
+    length: Array,
+    last_key: Array,
+) -> None:
+    own = pl.ds(first_query, TILE)
+    queries = query[own].astype(jnp.float32)
+
+    def find(block: Array, nothing: Any) -> Any:
+        signed = jax.lax.bitcast_convert_type(code[block, kv_head], jnp.int8).astype(jnp.int32)
+        codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1)
+        exponent = step[block, kv_head].astype(jnp.int32)
+        half = jax.lax.bitcast_convert_type((exponent + 126) << 23, jnp.float32)
+        keys = codes.astype(jnp.float32) * half[None]
+        products = jnp.dot(keys, queries.T, precision=jax.lax.Precision.HIGHEST)
+        key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
+        products = jnp.where(key <= last_key, products, -jnp.inf).astype(jnp.float16)
+        found = jnp.max(products.reshape(_PAGES, _OF_PAGE, TILE), axis=1)
+        is_there = (key[::_OF_PAGE] < length) & (exponent[0] != NO_STEP)
+        # What is not a number is so for every key of a page.
+        found = jnp.where(is_there, found, jnp.float16(jnp.nan))
+        out[pl.ds(block * _PAGES, _PAGES), own] = found
+        return nothing
+
+    jax.lax.fori_loop(first, end, find, ())
+
+
+class _Warp:
+    """What one warp does; every value here is one thread's.
+
+    A thread has row or column `lane / 4` of eight, and place `lane % 4` in it.
+    """
+
+    def __init__(
+        self,
+        query: ir.Value,
+        code: ir.Value,
+        step: ir.Value,
+        out: ir.Value,
+        kv_head: ir.Value,
+        first_query: ir.Value,
+        first: ir.Value,
+        end: ir.Value,
+        length: ir.Value,
+        last_key: ir.Value,
+    ) -> None:
+        """Finds the thread's place."""
+        self._query, self._code, self._step, self._out = query, code, step, out
+        self._kv_head, self._first, self._end = kv_head, first, end
+        self._length, self._last_key = length, last_key
+        _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
+        self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
+        lane = mlir.lane()
+        self._row = arith.shrui(lane, _int(2))
+        self._place = arith.andi(lane, _int(3))
+        self._channel = arith.muli(self._place, _int(_WORD * self._words))
+        own = arith.addi(first_query, arith.muli(mlir.warp(), _int(QUERIES)))
+        self._own = arith.addi(own, arith.muli(self._row, _int(2 * _TILES)))
+
+    def run(self) -> None:
+        """All blocks of the program."""
+        queries = self._load_queries()
+        code = self._codes_of(self._first)
+        held = [x for group in range(_COLUMNS) for x in self._load_codes(code, group)]
+        held += self._load_steps(self._first)
+        bounds = [mlir.index(x) for x in (self._first, self._end, _int(1))]
+        loop = scf.ForOp(*bounds, held)
+        with ir.InsertionPoint(loop.body):
+            block = arith.index_cast(mlir.i32(), loop.induction_variable)
+            scf.yield_(self._find(block, list(loop.inner_iter_args), queries))
+
+    # Memory
+
+    def _load_queries(self) -> list[list[list[list[ir.Value]]]]:
+        """By tile, half and word of codes: four words, as tensor cores take a left operand."""
+        width = 2 * self._row_bytes  # channels
+        found = []
+        for tile in range(_TILES):
+            rows = []
+            for index in range(2):
+                row = arith.addi(self._own, _int(2 * tile + index))
+                start = arith.addi(arith.muli(row, _int(width)), self._channel)
+                pointer = mlir.address(self._query, start)
+                halves = [
+                    _load(pointer, 2 * self._words, offset=half * width) for half in (LOW, HIGH)
+                ]
+                rows.append([four_bits.in_pairs(x) for x in halves])
+            found.append(
+                [
+                    [
+                        [
+                            rows[index][half][2 * word + pair]
+                            for pair in range(2)
+                            for index in range(2)
+                        ]
+                        for word in range(self._words)
+                    ]
+                    for half in (LOW, HIGH)
+                ]
+            )
+        return found
+
+    def _codes_of(self, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Address of the thread's first key of a block, and bytes from there to the last key."""
+        page = arith.shrui(self._row, _int(1))
+        own = arith.addi(arith.muli(page, _int(_OF_PAGE)), arith.andi(self._row, _int(1)))
+        place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
+        place = arith.addi(arith.muli(place, _int(_KEYS)), own)
+        place = arith.addi(arith.muli(place, _int(self._row_bytes)), self._channel)
+        # Of blocks behind the last key this leads to other codes, which do not count.
+        key = arith.addi(arith.muli(block, _int(_KEYS)), own)
+        left = arith.muli(arith.subi(self._last_key, key), _int(self._row_bytes))
+        return mlir.address(self._code, place), left
+
+    def _load_codes(self, code: tuple[ir.Value, ir.Value], group: int) -> list[ir.Value]:
+        """Starts to read the codes of one key of the eight, or of the last one that there is."""
+        pointer, left = code
+        kind, long = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(64)
+        offset = arith.minsi(left, _int(2 * group * self._row_bytes))
+        offset = arith.extsi(long, offset)
+        return _load(mgpu.utils.getelementptr(pointer, [offset], kind), self._words)
+
+    def _load_steps(self, block: ir.Value) -> list[ir.Value]:
+        """Starts to read the steps of a block."""
+        place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
+        place = arith.addi(arith.muli(place, _int(2 * self._row_bytes)), self._channel)
+        pointer = mlir.address(self._step, place)
+        found: list[ir.Value] = []
+        for half in (LOW, HIGH):
+            found += _load(pointer, self._words, offset=half * self._row_bytes)
+        return found
+
+    # Numbers
+
+    def _find(
+        self, block: ir.Value, held: list[ir.Value], queries: list[list[list[list[ir.Value]]]]
+    ) -> list[ir.Value]:
+        """Writes the peaks of one block, and starts to read the next one, which it returns."""
+        own = self._words
+        codes, steps = held[: _COLUMNS * own], held[_COLUMNS * own :]
+        factors = [four_bits.factors(steps[half * own : (half + 1) * own], half) for half in (0, 1)]
+        missing = self._is_missing(block, steps)
+        # Of the last block it reads the same one again.
+        following = arith.minsi(arith.addi(block, _int(1)), arith.subi(self._end, _int(1)))
+        coming = self._load_steps(following)
+        code = self._codes_of(following)
+        best: list[list[ir.Value]] = []
+        loaded: list[ir.Value] = []
+        for group in range(_COLUMNS):
+            columns = self._columns(codes[group * own : (group + 1) * own], factors)
+            loaded += self._load_codes(code, group)
+            sums = [[_int(0)] * 2 for _ in range(_TILES)]
+            for half, word, right in columns:
+                for tile in range(_TILES):
+                    left = queries[tile][half][word]
+                    sums[tile] = mlir.multiply_halves(left, right, sums[tile])
+            best = (
+                [
+                    [_larger(x, y) for x, y in zip(*pair, strict=True)]
+                    for pair in zip(best, sums, strict=True)
+                ]
+                if best
+                else sums
+            )
+        peaks = [_of_queries(*rows) for rows in best]
+        self._write(block, peaks, missing)
+        return [*loaded, *coming]
+
+    def _columns(
+        self, codes: list[ir.Value], factors: list[list[tuple[ir.Value, ir.Value]]]
+    ) -> list[tuple[int, int, list[ir.Value]]]:
+        """Half, word and right operand of each product with a thread's key."""
+        found = []
+        for word, low in enumerate(codes):
+            both = [low, arith.shrui(low, _int(8))]
+            for half in (LOW, HIGH):
+                right = [
+                    four_bits.numbers(x, half, *factors[half][2 * word + index])
+                    for index, x in enumerate(both)
+                ]
+                found.append((half, word, right))
+        return found
+
+    def _is_missing(self, block: ir.Value, steps: list[ir.Value]) -> ir.Value:
+        """Whether the thread's page has no key."""
+        key = arith.muli(block, _int(_KEYS))
+        key = arith.addi(key, arith.muli(self._place, _int(_OF_PAGE)))
+        is_after = arith.cmpi(arith.CmpIPredicate.sge, key, self._length)
+        return arith.ori(is_after, four_bits.is_empty(steps))
+
+    def _write(self, block: ir.Value, peaks: list[ir.Value], missing: ir.Value) -> None:
+        """Writes the peaks of a thread's eight queries and page."""
+        count = ir.MemRefType(self._out.type).shape[1]
+        line = arith.addi(arith.muli(block, _int(_PAGES)), self._place)
+        peaks = [arith.select(missing, _int(_NAN), x) for x in peaks]
+        # More than 2^31 peaks have no 32-bit place.
+        long = ir.IntegerType.get_signless(64)
+        line, column = (arith.extui(long, x) for x in (line, self._own))
+        place = arith.addi(arith.muli(line, arith.constant(long, count)), column)
+        pointer = mlir.address(self._out, place)
+        mlir.store(pointer, peaks)
+
+
+def _of_queries(first: ir.Value, second: ir.Value) -> ir.Value:
+    """Of two keys of a query, and two of another one, the largest for each, side by side."""
+    low, high = (f"prmt.b32 {x}, $1, $2, {y};" for x, y in (("x", "0x5410"), ("y", "0x7632")))
+    return mlir.run(f"{{ .reg .b32 x, y; {low} {high} max.NaN.f16x2 $0, x, y; }}", first, second)
+
+
+def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
+    """The larger numbers of two pairs; NaN if one is."""
+    return mlir.run("max.NaN.f16x2 $0, $1, $2;", left, right)
+
+
+def max_logits_kernel(
+    query: Float[Array, "B K M C"],
+    code: UInt8[Array, "L B J K S C2"],
+    step: Int8[Array, "L B J K C"],
+    *,
+    layer: Int[Array, ""],
+    lengths: Int[Array, "B"],
+    first_row: Int[Array, "B"],
+    per_row: int,
+    interpret: bool = False,
+) -> Float[Array, "B K P M"]:
+    """`peaks` of the module; those of blocks after a query's own row are anything.
+
+    Args:
+      query: Twice the queries in eight bits, as float16, row after row (`round_queries`); their
+        number is a multiple of `TILE`.
+      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and 32 or 64 channels.
+      step: Likewise.
+      layer: The layer.
+      lengths: Keys of each sequence.
+      first_row: Block of each sequence's first row.
+      per_row: Queries of a row.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      The largest products in float16, of the `P` pages of all blocks.
+    """
+    batch, kv_heads, num_queries, _ = query.shape
+    sizes = _Sizes(
+        tiles=num_queries // TILE,
+        per_row=per_row,
+        blocks=code.shape[2],
+        interpret=interpret,
+    )
+    shape = (batch, kv_heads, sizes.blocks * _PAGES, num_queries)
+    kernel = ops.kernel(
+        functools.partial(_find_peaks, sizes=sizes),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float16),
+        grid=(-(-sizes.blocks // _PART), sizes.tiles, kv_heads, batch),
+        grid_names=("part", "tile", "kv_head", "batch"),
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
+        kernel_name="max_logits_kernel",
+    )
+    numbers = (x.astype(jnp.int32) for x in (lengths, first_row, layer[None]))
+    return kernel(query, code, step, *numbers)
+
+
+_int = mlir.constant
+_load = functools.partial(mlir.load, how=".nc")

@@ -1,0 +1,484 @@
+"""What pages of keys are worth to the rows of a prompt, from their peaks, on GPUs from Ampere on.
+
+    l[p, m] = scale · (factor_m peaks[p, m] + q_m · centre_j)
+    S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
+
+over the pages `p` of the blocks `j` up to the row's own: what the second kernel of `hopper`
+makes on Hopper, from what `max_logits_kernel` has written.
+
+A warp has 32 queries, of one row or of up to four rows that have few, and waits for no other warp.
+It goes through the blocks twice, 16 at a time, once for the denominators and once back for the
+shares, which are never written: it begins with what came last into the GPU's cache. Products with
+the centres come from tensor cores (`mma.sync`), with centres as rows and queries as columns; these
+lie so that a thread has eight queries that follow each other, and reads their peaks of a page in
+one instruction. Each of its queries has a reference and a denominator in every thread, which meet
+once, at the end of the first pass; a number takes about ten instructions in that, and eight in the
+second one. Sums over the queries of a thread cross four threads, which write a page each.
+
+A number is the rounded sum of both products, the same one in both passes, and powers are taken
+beside the largest one, so that equal pages have equal shares however large they are.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as typed_arith
+from jaxlib.mlir.dialects import scf as typed_scf
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
+
+# Their annotations lack the operands that their functions take.
+arith: Any = typed_arith
+scf: Any = typed_scf
+
+_QUERIES = 32  # of a warp
+_OF_THREAD = 8
+_TILES = _QUERIES // 8  # products of eight columns
+_BLOCKS = 16  # of a step, rows of a product
+_DEPTH = 16  # channels of a product
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What is static about a call.
+
+    Attributes:
+      programs: Programs of a key/value head.
+      per_row: Queries of a row: 8, 16 or a multiple of 32.
+      blocks: Blocks.
+      factor: Factor of the products in powers of two.
+      exponent: Order of the norm.
+      interpret: Whether the interpreter runs the kernel.
+    """
+
+    programs: int
+    per_row: int
+    blocks: int
+    factor: float
+    exponent: int
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a warp."""
+        return max(1, _QUERIES // self.per_row)
+
+    @property
+    def parts(self) -> int:
+        """Warps of a row."""
+        return max(1, self.per_row // _QUERIES)
+
+    @property
+    def limit(self) -> float:
+        """Of how large a product counts."""
+        return LARGEST_LOGIT * math.log2(math.e) / self.factor
+
+
+def _score(
+    peaks: Any,
+    factor: Any,
+    query: Any,
+    centre: Any,
+    first_row: Any,
+    out: Any,
+    *,
+    sizes: _Sizes,
+) -> None:
+    """One program: 32 queries of each of four warps."""
+    program = sizes.programs - 1 - jax.lax.axis_index("program")  # late rows come first
+    kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
+    arrays = [x.at[batch, kv_head] for x in (peaks, factor, query)]
+    given: list[Any] = [*arrays, centre.at[batch], out.at[batch, kv_head]]
+    place, start = program * row_ops.WARPS, first_row[batch]
+    if sizes.interpret:
+        for warp in range(row_ops.WARPS):
+            _interpreted(given, place + warp, kv_head, start, sizes=sizes)
+        return
+    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(*(reference,) * len(given), *(scalar,) * 3))
+    def score(_: Any, *arguments: Any) -> None:
+        *arrays, place, kv_head, start = arguments
+        numbers = [mlir.scalars(x)[0] for x in (place, kv_head, start)]
+        _Warp(sizes, *arrays, *numbers).run()
+
+    score(*given, place, kv_head, start)
+
+
+def _interpreted(
+    given: list[Any], place: Array, kv_head: Array, start: Array, *, sizes: _Sizes
+) -> None:
+    peaks, factor, query, centre, out = given
+    own = pl.ds(place * _QUERIES, _QUERIES)
+    first = jax.lax.div(place * _QUERIES, sizes.per_row)
+    part = jax.lax.rem(place, sizes.parts)
+    shared = jnp.dot(
+        centre[:, kv_head].astype(jnp.float32),
+        query[own].astype(jnp.float32).T,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    values = peaks[:, own].astype(jnp.float32) * factor[own][None]
+    values = values + jnp.repeat(shared, SCORED_PAGES, axis=0)
+    row = jnp.arange(_QUERIES, dtype=jnp.int32) // sizes.per_row
+    block = jnp.arange(len(values), dtype=jnp.int32) // SCORED_PAGES
+    counts = (block[:, None] <= (start + first + row)[None]) & (jnp.abs(values) < sizes.limit)
+    least = FIRST_MAXIMUM / sizes.factor
+    largest = jnp.max(jnp.where(counts, values, least), axis=0, keepdims=True)
+    away = (values - largest) * sizes.factor
+    total = jnp.sum(jnp.where(counts, jnp.exp2(away), 0.0), axis=0, keepdims=True)
+    common = jnp.where(total > 0.0, jnp.log2(total) * sizes.exponent, 0.0)
+    parts = jnp.where(counts, jnp.exp2(away * sizes.exponent - common), 0.0)
+    for index in range(sizes.rows):
+        some = parts if sizes.rows == 1 else jnp.where(row[None] == index, parts, 0.0)
+        out[part, first + index] = jnp.sum(some, axis=1)
+
+
+class _Warp:
+    """What one warp does; every value here is one thread's.
+
+    A thread has rows `lane / 4` and `lane / 4 + 8` of products, two blocks, and queries
+    `8 (lane % 4)` to `8 (lane % 4) + 7` of the warp's, two columns of each of four.
+    """
+
+    def __init__(
+        self,
+        sizes: _Sizes,
+        peaks: ir.Value,
+        factor: ir.Value,
+        query: ir.Value,
+        centre: ir.Value,
+        out: ir.Value,
+        place: ir.Value,
+        kv_head: ir.Value,
+        start: ir.Value,
+    ) -> None:
+        """Finds the thread's place.
+
+        Args:
+          sizes: What is static.
+          peaks: `[P, M]` of a key/value head.
+          factor: `[M]`.
+          query: `[M, C]`.
+          centre: `[J, K, C]`.
+          out: `[parts, I, P]`.
+          place: The first warp's, among the 32 queries of warps.
+          kv_head: Which key/value head.
+          start: Block of the sequence's first row.
+        """
+        self._sizes, self._peaks, self._factor = sizes, peaks, factor
+        self._query, self._centre, self._out = query, centre, out
+        self._channels = ir.MemRefType(query.type).shape[1]
+        self._kind = "bf16" if ir.MemRefType(query.type).element_type == _bf16() else "f16"
+        lane = mlir.lane()
+        self._row, self._place = arith.shrui(lane, _int(2)), arith.andi(lane, _int(3))
+        self._channel = arith.muli(self._place, _int(self._channels // 4))
+        self._kv_head = kv_head
+        place = arith.addi(place, mlir.warp())
+        self._first_query = arith.muli(place, _int(_QUERIES))
+        self._own = arith.addi(self._first_query, arith.muli(self._place, _int(_OF_THREAD)))
+        self._first = arith.divui(self._first_query, _int(sizes.per_row))  # row of the call
+        self._part = arith.remui(place, _int(sizes.parts))
+        self._row_of_thread = arith.divui(self._own, _int(sizes.per_row))
+        most = _int(sizes.blocks - 1)
+        self._reach = arith.minsi(arith.addi(start, self._row_of_thread), most)
+        last = arith.addi(arith.addi(start, self._first), _int(sizes.rows - 1))
+        last = arith.minsi(last, most)
+        self._steps = arith.addi(arith.divui(last, _int(_BLOCKS)), _int(1))
+
+    def run(self) -> None:
+        """Both passes."""
+        sizes = self._sizes
+        columns = [self._load_query(tile) for tile in range(_TILES)]
+        pointer = mlir.address(self._factor, self._own)
+        factors = [_as_float(x) for half in (0, 16) for x in _load(pointer, 4, offset=half)]
+        start = [_float(FIRST_MAXIMUM / sizes.factor)] * _OF_THREAD + [_float(0.0)] * _OF_THREAD
+        bounds = [mlir.index(x) for x in (_int(0), self._steps, _int(1))]
+        loop = scf.ForOp(*bounds, start)
+        with ir.InsertionPoint(loop.body):
+            step = arith.index_cast(mlir.i32(), loop.induction_variable)
+            held = list(loop.inner_iter_args)
+            found = []
+            of_queries = zip(
+                self._values(step, columns, factors),
+                held[:_OF_THREAD],
+                held[_OF_THREAD:],
+                strict=True,
+            )
+            for values, reference, total in of_queries:
+                found.append(self._gather(values, reference, total))
+            references, totals = zip(*found, strict=True)
+            scf.yield_([*references, *totals])
+        held = list(loop.results)
+        offsets, common = [], []
+        for reference, total in zip(held[:_OF_THREAD], held[_OF_THREAD:], strict=True):
+            offset, one = self._together(reference, total)
+            offsets.append(offset)
+            common.append(one)
+        loop = scf.ForOp(*bounds, [])
+        with ir.InsertionPoint(loop.body):
+            index = arith.index_cast(mlir.i32(), loop.induction_variable)
+            step = arith.subi(arith.subi(self._steps, _int(1)), index)
+            sums = [_float(0.0)] * (2 * SCORED_PAGES)
+            of_queries = zip(self._values(step, columns, factors), offsets, common, strict=True)
+            power = _float(sizes.factor * sizes.exponent)
+            for values, offset, one in of_queries:
+                for place, value in enumerate(values):
+                    # What is large is taken away first: what is left counts to the last bit.
+                    away = arith.mulf(arith.subf(value, offset), power)
+                    share = _power(arith.subf(away, one))
+                    sums[place] = arith.addf(sums[place], share)
+            self._write(step, sums)
+            scf.yield_([])
+
+    # Memory
+
+    def _load_query(self, tile: int) -> list[ir.Value]:
+        """A right operand: the channels of the thread, two words for each product."""
+        page = arith.shrui(self._row, _int(1))
+        row = arith.addi(self._first_query, arith.muli(page, _int(_OF_THREAD)))
+        row = arith.addi(row, arith.andi(self._row, _int(1)))
+        row = arith.addi(row, _int(2 * tile))
+        place = arith.addi(arith.muli(row, _int(self._channels)), self._channel)
+        return self._load_channels(mlir.address(self._query, place))
+
+    def _load_channels(self, pointer: ir.Value) -> list[ir.Value]:
+        """A quarter of the channels of a query or centre: the order of a sum is free."""
+        found: list[ir.Value] = []
+        for start in range(0, self._channels // 8, 4):
+            found += _load(pointer, 4, offset=4 * start)
+        return found
+
+    def _blocks(self, step: ir.Value) -> list[ir.Value]:
+        """The thread's two blocks of a step."""
+        first = arith.addi(arith.muli(step, _int(_BLOCKS)), self._row)
+        return [first, arith.addi(first, _int(_BLOCKS // 2))]
+
+    # Numbers
+
+    def _values(
+        self, step: ir.Value, columns: list[list[ir.Value]], factors: list[ir.Value]
+    ) -> list[list[ir.Value]]:
+        """Of each of a thread's queries the numbers of the pages of its two blocks.
+
+        -inf is what does not count: what is not a number, too large or after the query's own row.
+        """
+        sizes, blocks = self._sizes, self._blocks(step)
+        # Of a block that does not exist, what the last one has is read.
+        there = [arith.minsi(x, _int(sizes.blocks - 1)) for x in blocks]
+        held = [self._load_peaks(block) for block in there]
+        centres = []
+        for block in there:
+            kv_heads = ir.MemRefType(self._centre.type).shape[1]
+            place = arith.addi(arith.muli(block, _int(kv_heads)), self._kv_head)
+            place = arith.addi(arith.muli(place, _int(self._channels)), self._channel)
+            centres.append(self._load_channels(mlir.address(self._centre, place)))
+        is_seen = [arith.cmpi(arith.CmpIPredicate.sle, block, self._reach) for block in blocks]
+        found = []
+        for tile in range(_TILES):
+            sums = [_float(0.0)] * 4
+            for depth in range(self._channels // _DEPTH):
+                pair = slice(2 * depth, 2 * depth + 2)
+                left = [
+                    x for both in zip(*(one[pair] for one in centres), strict=True) for x in both
+                ]
+                sums = mlir.multiply(self._kind, left, columns[tile][pair], sums)
+            for column in range(2):
+                values = []
+                for row in range(2):
+                    shared = sums[2 * row + column]
+                    shared = arith.select(is_seen[row], shared, _float(-math.inf))
+                    for page in range(SCORED_PAGES):
+                        peak = _half(held[row][page][tile], column)
+                        value = _fused(peak, factors[2 * tile + column], shared)
+                        values.append(self._counted(value))
+                found.append(values)
+        return found
+
+    def _load_peaks(self, block: ir.Value) -> list[list[ir.Value]]:
+        """Of each page of a block the peaks of the thread's queries, four words."""
+        count = ir.MemRefType(self._peaks.type).shape[1]
+        # More than 2^31 peaks have no 32-bit place.
+        long = ir.IntegerType.get_signless(64)
+        line = arith.extui(long, arith.muli(block, _int(SCORED_PAGES)))
+        place = arith.muli(line, arith.constant(long, count))
+        place = arith.addi(place, arith.extui(long, self._own))
+        pointer = mlir.address(self._peaks, place)
+        return [_load(pointer, 4, offset=2 * count * page) for page in range(SCORED_PAGES)]
+
+    def _counted(self, value: ir.Value) -> ir.Value:
+        """A number, or -inf if it does not count."""
+        code = (
+            "{ .reg .pred p; .reg .f32 x; abs.f32 x, $1; setp.lt.f32 p, x, $2; "
+            "selp.f32 $0, $1, 0fFF800000, p; }"
+        )
+        return _run(code, value, _float(self._sizes.limit))
+
+    def _gather(
+        self, values: list[ir.Value], reference: ir.Value, total: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """A query's reference and denominator with the numbers of a step."""
+        factor = _float(self._sizes.factor)
+        higher = functools.reduce(_larger, values, reference)
+        total = arith.mulf(total, _power(arith.mulf(arith.subf(reference, higher), factor)))
+        for value in values:
+            away = arith.mulf(arith.subf(value, higher), factor)
+            total = arith.addf(total, _power(away))
+        return higher, total
+
+    def _together(self, reference: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Largest number of a query, and what its denominator takes from a power, of all lanes."""
+        sizes, highest = self._sizes, reference
+        for distance in (4, 8, 16):
+            highest = _larger(highest, mgpu.utils.shfl_bfly(highest, distance))
+        below = arith.mulf(arith.subf(reference, highest), _float(sizes.factor))
+        total = arith.mulf(total, _power(below))
+        for distance in (4, 8, 16):
+            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        # Of a query that saw nothing any number will do: nothing that it saw counts.
+        saw = arith.cmpf(arith.CmpFPredicate.OGT, total, _float(0.0))
+        common = arith.mulf(
+            _run("lg2.approx.ftz.f32 $0, $1;", total), _float(float(sizes.exponent))
+        )
+        return highest, arith.select(saw, common, _float(0.0))
+
+    def _write(self, step: ir.Value, sums: list[ir.Value]) -> None:
+        """Writes what the queries of each row give to the pages of a step's blocks."""
+        sizes = self._sizes
+        _, rows, width = ir.MemRefType(self._out.type).shape
+        bits = [
+            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._place, _int(bit)), _int(0))
+            for bit in (1, 2)
+        ]
+        own = arith.subi(self._row_of_thread, self._first)
+        for index in range(sizes.rows):
+            line = arith.addi(self._first, _int(index))
+            line = arith.addi(arith.muli(self._part, _int(rows)), line)
+            line = arith.muli(line, _int(width))
+            some = sums
+            if sizes.rows > 1:
+                is_own = arith.cmpi(arith.CmpIPredicate.eq, own, _int(index))
+                some = [arith.select(is_own, x, _float(0.0)) for x in sums]
+            for row, block in enumerate(self._blocks(step)):
+                of_block = some[row * SCORED_PAGES : (row + 1) * SCORED_PAGES]
+                is_there = arith.cmpi(arith.CmpIPredicate.slt, block, _int(sizes.blocks))
+                place = arith.addi(line, arith.muli(block, _int(SCORED_PAGES)))
+                halves = [_sum_of_lanes(of_block[x : x + 2], bits[0], 1) for x in (0, 2)]
+                total = _sum_of_lanes(halves, bits[1], 2)
+                place = arith.addi(place, self._place)
+                pointer = mlir.address(self._out, place)
+                code = "st.global.b32 [$0], $1;"
+                mgpu.utils.inline_ptx(code, pointer, total, predicate=is_there)
+
+
+def _sum_of_lanes(pair: list[ir.Value], bit: ir.Value, distance: int) -> ir.Value:
+    """The sum of two lanes at a distance: of what comes second for the one whose bit is set."""
+    first, second = pair
+    own, other = arith.select(bit, second, first), arith.select(bit, first, second)
+    return arith.addf(own, mgpu.utils.shfl_bfly(other, distance))
+
+
+def _half(pair: ir.Value, which: int) -> ir.Value:
+    """One of two float16 numbers, as float32."""
+    name = ("low", "high")[which]
+    code = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {name}; }}"
+    return _run(code, pair)
+
+
+def _fused(left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
+    """`left · right + total`, rounded once."""
+    return _run("fma.rn.f32 $0, $1, $2, $3;", left, right, total)
+
+
+def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
+    """The larger of two numbers."""
+    return _run("max.f32 $0, $1, $2;", left, right)
+
+
+def _power(exponent: ir.Value) -> ir.Value:
+    """A power of two."""
+    return _run("ex2.approx.ftz.f32 $0, $1;", exponent)
+
+
+def _as_float(word: ir.Value) -> ir.Value:
+    """The number that a word is."""
+    return arith.bitcast(ir.F32Type.get(), word)
+
+
+def _run(code: str, *operands: ir.Value) -> ir.Value:
+    """One number of an instruction or a few."""
+    return mgpu.utils.inline_ptx(code, *operands, result_types=ir.F32Type.get())
+
+
+def _float(value: float) -> ir.Value:
+    """A number that is known."""
+    return arith.constant(ir.F32Type.get(), value)
+
+
+def _bf16() -> ir.Type:
+    return ir.BF16Type.get()
+
+
+def page_scores_kernel(
+    peaks: Float[Array, "B K P M"],
+    factor: Float[Array, "B K M"],
+    query: Float[Array, "B K M C"],
+    centre: Float[Array, "B J K C"],
+    *,
+    first_row: Int[Array, "B"],
+    per_row: int,
+    scale: float,
+    exponent: int,
+    interpret: bool = False,
+) -> Float[Array, "B K parts I P"]:
+    """`S` of the module, of each key/value head and each 32 queries of a row.
+
+    Args:
+      peaks: From `max_logits_kernel`; NaN leaves one out.
+      factor: The queries' powers of two; NaN leaves a query out.
+      query: The queries in 16 bits; their number is a multiple of 128.
+      centre: Centres of the blocks, of the same type.
+      first_row: Block of each sequence's first row.
+      per_row: Queries of a row: 8, 16 or a multiple of 32 (`hopper.queries_per_row`).
+      scale: Factor of the products.
+      exponent: Order of the norm.
+      interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      Float32, to be summed over `K` and `parts`; of blocks after a row's own it may be anything.
+    """
+    batch, kv_heads, num_queries, _ = query.shape
+    sizes = _Sizes(
+        programs=num_queries // (row_ops.WARPS * _QUERIES),
+        per_row=per_row,
+        blocks=centre.shape[1],
+        factor=scale * math.log2(math.e),
+        exponent=exponent,
+        interpret=interpret,
+    )
+    shape = (batch, kv_heads, sizes.parts, num_queries // per_row, sizes.blocks * SCORED_PAGES)
+    kernel = ops.kernel(
+        functools.partial(_score, sizes=sizes),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(sizes.programs, kv_heads, batch),
+        grid_names=("program", "kv_head", "batch"),
+        compiler_params=ops.compiler_params(),
+        interpret=ops.interpreter(interpret),
+        kernel_name="page_scores_kernel",
+    )
+    return kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))
+
+
+_int = mlir.constant
+_load = functools.partial(mlir.load, how=".nc")

@@ -1,0 +1,1 @@
+"""Page indices: the pages with the best scores."""

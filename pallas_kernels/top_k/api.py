@@ -1,0 +1,111 @@
+"""Page indices of each query block: the best by given scores, or by one token's page scores.
+
+A function returns `None` where no kernel takes the call; the policy then runs plain JAX.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, Int, Int8, UInt8
+
+from sketchwalk_jax.pallas_kernels.config import (
+    MAX_BLOCKS,
+    MAX_TOKEN_HEADS,
+    MAX_TOKEN_SCORES,
+    SCORED_BLOCK,
+    SCORED_GROUP,
+    SCORED_HEADS,
+    SCORED_PAGES,
+    KernelConfig,
+)
+from sketchwalk_jax.selection import BlockSelection
+from sketchwalk_jax.walk import WalkState
+
+
+def select_blocks(
+    scores: Float[Array, "B I J"],
+    rows: Int[Array, "B I"],
+    counts: Int[Array, "B I"],
+    *,
+    sink_blocks: int,
+    local_blocks: int,
+    max_count: int,
+    block_size: int,
+    row_size: int | None = None,
+    kernel_config: KernelConfig,
+) -> BlockSelection | None:
+    """`selection.select_blocks` with exactly the same lists (Algorithm 1 step 7)."""
+    if scores.shape[-1] > MAX_BLOCKS:
+        return None
+    from sketchwalk_jax.pallas_kernels.top_k.select import select_blocks_kernel
+
+    found = select_blocks_kernel(
+        scores,
+        rows,
+        counts,
+        sink_blocks=sink_blocks,
+        local_blocks=local_blocks,
+        max_count=max_count,
+        block_size=block_size,
+        interpret=kernel_config.interpret,
+    )
+    return dataclasses.replace(found, row_size=row_size)
+
+
+def select_token_by_page_scores(
+    query: Float[Array, "B 1 N H"],
+    code: UInt8[Array, "L B J K S C2"],
+    centre: Float[Array, "L B J K C"],
+    step: Int8[Array, "L B J K C"],
+    walk: WalkState,
+    *,
+    layer: Int[Array, ""],
+    lengths: Int[Array, "B"],
+    budgets: Int[np.ndarray, "Ls P"],
+    scale: float,
+    exponent: int,
+    decay: float,
+    sink_blocks: int,
+    local_blocks: int,
+    pages: int,
+    ranks: Any = None,
+    kernel_config: KernelConfig,
+) -> tuple[BlockSelection, WalkState] | None:
+    """Scores, evidence and list of one token per sequence, of the recommended policy.
+
+    The keys are those of the slow half of the channels of one layer among all, as `BlockCodes` has
+    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are. Budgets,
+    evidence, and first and last blocks are those of pages, which are listed.
+    """
+    own_heads, head_dim = query.shape[2:]
+    num_heads = own_heads if ranks is None else ranks.num_heads
+    num_blocks, kv_heads, block_size = code.shape[2:5]
+    num_columns = num_blocks * pages
+    is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
+    is_right = is_right and pages == SCORED_PAGES
+    fits = num_columns <= MAX_BLOCKS and num_heads * num_columns <= MAX_TOKEN_SCORES
+    fits = fits and num_heads <= MAX_TOKEN_HEADS and own_heads <= SCORED_GROUP * kv_heads
+    if not is_right or block_size != SCORED_BLOCK or not fits:
+        return None
+    from sketchwalk_jax.pallas_kernels.top_k.token_lists import select_token_by_page_scores_kernel
+
+    selection, evidence = select_token_by_page_scores_kernel(
+        query[:, 0],
+        code,
+        centre,
+        step,
+        walk.scores[:, 0],
+        walk.layers,
+        lengths,
+        budgets,
+        layer=layer,
+        scale=scale,
+        exponent=exponent,
+        decay=decay,
+        sink_blocks=sink_blocks,
+        local_blocks=local_blocks,
+        ranks=ranks,
+        interpret=kernel_config.interpret,
+    )
+    return selection, WalkState(evidence[:, None], walk.layers + 1)
