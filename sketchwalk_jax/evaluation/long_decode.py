@@ -5,7 +5,6 @@ cache of its own, so that their distributions are compared where they arise: 512
 logits of a large vocabulary would be hundreds of megabytes for each prompt.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -21,24 +20,6 @@ from sketchwalk_jax.inference import decode_token, read_into_new_cache
 from sketchwalk_jax.sharding import constrain
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """Comparison of a policy with dense attention over `U` tokens.
-
-    Attributes:
-      losses: `-log p` of each token after the first, by the policy, float32 `[B, U - 1]`.
-      divergences: `KL(p_dense ‖ p_policy)` at each of these places, nats, float32 `[B, U - 1]`.
-      agrees: Whether the likeliest token there is that of dense attention, bool `[B, U - 1]`.
-      density: Pairs that the policy attended to.
-    """
-
-    losses: Float[Array, "B V"]
-    divergences: Float[Array, "B V"]
-    agrees: Bool[Array, "B V"]
-    density: Density
 
 
 @partial(jax.jit, static_argnames="settings")
@@ -79,7 +60,7 @@ def compare_program(
     *,
     plain: Settings,
     settings: Settings,
-) -> Compared:
+) -> tuple[Float[Array, "B V"], Float[Array, "B V"], Bool[Array, "B V"], Density]:
     """Feeds the same tokens to dense attention and to a policy, and compares what they predict.
 
     They are compared after every token but the last.
@@ -93,7 +74,9 @@ def compare_program(
       settings: Model and policy.
 
     Returns:
-      Losses, divergences and agreements.
+      Three values for each token after the first, `[B, U - 1]`: its loss `-log p` by the policy,
+      `KL(p_dense ‖ p_policy)` at its place, both in nats, and whether the likeliest token there is
+      that of dense attention. Then the pairs that the policy attended to.
     """
     active = jnp.ones(tokens.shape[:1], bool)
 
@@ -108,14 +91,12 @@ def compare_program(
     losses, divergences, agrees = (
         jnp.swapaxes(one, 0, 1) for one in constrain(found, settings.placement)
     )
-    return Compared(losses, divergences, agrees, carry[1].density)
+    return losses, divergences, agrees, carry[1].density
 
 
-def long_outcome(compared: Compared, count: int) -> Outcome:
-    """Means over tokens, without the rows that only fill the batch."""
-    losses, divergences, agreements = (
-        np.asarray(x, np.float64).mean(axis=1)[:count]
-        for x in (compared.losses, compared.divergences, compared.agrees)
-    )
-    density = jax.tree.map(lambda x: x[..., :count], compared.density)
+def mean_over_tokens(*found: Any, count: int) -> Outcome:
+    """Means over tokens of what `compare_program` found, without rows that only fill the batch."""
+    *values, density = jax.device_get(found)
+    losses, divergences, agreements = (x.mean(axis=1, dtype=np.float64)[:count] for x in values)
+    density = jax.tree.map(lambda x: x[..., :count], density)
     return Outcome(None, losses, density, divergences, agreements)

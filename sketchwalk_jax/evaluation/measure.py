@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.cache import Cache, Density, sparse_layers
 from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.evaluation.long_decode import compare_program, long_outcome, read_program
+from sketchwalk_jax.evaluation.long_decode import compare_program, mean_over_tokens, read_program
 from sketchwalk_jax.evaluation.probe import decode_bytes, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.prompts import (
     MAX_STEPS,
@@ -355,7 +355,7 @@ class Measurement:
             compared = compare_program(
                 self._params, *caches, answers, plain=plain, settings=settings
             )
-            found[phase] = long_outcome(compared, len(samples))
+            found[phase] = mean_over_tokens(*compared, count=len(samples))
         return found
 
     def probe(self, prompts: Prompts, rule: Rule, phases: Sequence[str]) -> dict[str, Probed]:
