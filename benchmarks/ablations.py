@@ -21,10 +21,10 @@ import common
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cached_layer import PHASES
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate, read_text
 from sketchwalk_jax.evaluation.settings import Rule
+from sketchwalk_jax.inference.cached_layer import PHASES
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
 from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Span

@@ -1,6 +1,6 @@
 """From how many tokens on sparse policies are not slower than dense attention: what `Auto` goes by.
 
-`report.py` makes of this the table that the package comes with, `sketchwalk_jax/break_even.json`,
+`report.py` makes of this `sketchwalk_jax/inference/break_even.json`, which the package comes with,
 and the sentence of README.md. Rows of `results/end_to_end.json` give the lengths of whole models on
 a GPU. `results/break_even.json` keeps those of a CPU, and what is expected of GPUs that were not
 measured; docs/answered.md says how these were found.
@@ -15,14 +15,14 @@ from typing import Any
 import common
 from end_to_end import MODELS
 
-from sketchwalk_jax.auto import BreakEven
+from sketchwalk_jax.inference.auto import BreakEven
 from sketchwalk_jax.policies import by_name
 
 DENSITY = 0.2  # of the default
 PRESETS = ("recommended", "paper")
 KEPT, MEASURED = "break_even.json", "end_to_end.json"
 SHORT = 8192  # tokens; a policy that pays from so few on need not have lost anywhere
-TABLE = common.ROOT / "sketchwalk_jax" / "break_even.json"
+TABLE = common.ROOT / "sketchwalk_jax" / "inference" / "break_even.json"
 Row = dict[str, Any]
 
 

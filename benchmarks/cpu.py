@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.layer import select_whole
+from sketchwalk_jax.inference.layer import select_whole
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import init_params, param_shapes

@@ -51,23 +51,23 @@ import numpy as np
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.cache import Cache, sparse_layers
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.calls import cache_bytes
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
-from sketchwalk_jax.generation import (
+from sketchwalk_jax.inference.cache import Cache, sparse_layers
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.calls import cache_bytes
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
+from sketchwalk_jax.inference.generation import (
     DecodeState,
     decode_tokens,
     has_greedy_program,
     start_decoding,
 )
+from sketchwalk_jax.inference.sampling import Sampling, seen_tokens, sequence_keys
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.models.quantized import quantize_params
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.sampling import Sampling, seen_tokens, sequence_keys
 
 PyTree = Any
 Row = dict[str, Any]

@@ -41,8 +41,8 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
 from sketchwalk_jax.models.transformer import (
     MOST_SUMMED_ROWS,
     linear_of_rows,

@@ -30,19 +30,19 @@ from real_models import default_dtype
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import read_text
 from sketchwalk_jax.evaluation.long_decode import compare_logits
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
-from sketchwalk_jax.inference import read_into_new_cache
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
+from sketchwalk_jax.inference.steps import read_into_new_cache
 from sketchwalk_jax.models import ModelConfig, quantize_params
 from sketchwalk_jax.models.params import QUANTIZED_DTYPES
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.policies.dense import Dense
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 PyTree = Any
 Row = dict[str, Any]

@@ -20,8 +20,6 @@ from typing import Any
 import common
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.cached_layer import PHASES
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation import EvaluationConfig, read_text
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.results import ResultsFile, read_results
@@ -34,9 +32,11 @@ from sketchwalk_jax.evaluation.tables import (
     rows_with,
 )
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
+from sketchwalk_jax.inference.cached_layer import PHASES
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
 from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
-from sketchwalk_jax.text import Text
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.haystack import Text
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 OUT = common.RESULTS / "real_models.json"
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")

@@ -3,7 +3,7 @@
     python benchmarks/report.py            # rewrites the tables
     python benchmarks/report.py --check    # fails where a page differs from the results
 
-It also derives the lengths that `Auto` goes by, `sketchwalk_jax/break_even.json`.
+It also derives the lengths that `Auto` goes by, `sketchwalk_jax/inference/break_even.json`.
 
 A table stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` on a page; `tables.py`
 says which rows of which file it shows. Every table has one form: some fields tell its lines apart,

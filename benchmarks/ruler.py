@@ -19,8 +19,8 @@ from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.policies import POLICIES, by_name
-from sketchwalk_jax.text import read_text
-from sketchwalk_jax.tokenizer import decode, load_tokenizer
+from sketchwalk_jax.text.haystack import read_text
+from sketchwalk_jax.text.tokenizer import decode, load_tokenizer
 
 TASKS = (
     "niah_single_1",

@@ -57,11 +57,11 @@ from end_to_end import (
 from jax.sharding import AxisType
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.cache import sparse_layers
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.calls import cache_bytes
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.inference.cache import sparse_layers
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.calls import cache_bytes
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models import init_params
 from sketchwalk_jax.models.config import ModelConfig
@@ -261,7 +261,7 @@ def sent_bytes(
     chunk_size: int | None = None,
     is_token: bool,
 ) -> float:
-    """What one rank receives in all layers of a prompt, or of a token: `sketchwalk_jax.sharding`.
+    """Bytes that one rank receives in all layers of a prompt, or of a token (`sharding`).
 
     Of the kernels, whose scores of a prompt are those of key/value heads.
 

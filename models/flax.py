@@ -14,9 +14,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache
-from sketchwalk_jax.generation import Generation, generate
-from sketchwalk_jax.inference import decode_step, forward, prefill
+from sketchwalk_jax.inference.cache import Cache
+from sketchwalk_jax.inference.generation import Generation, generate
+from sketchwalk_jax.inference.steps import decode_step, forward, prefill
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params, check_params, init_params, weights_of
 from sketchwalk_jax.policies.base import Policy

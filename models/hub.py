@@ -59,7 +59,7 @@ def bundled_model() -> Path:
     knowledge.
 
     Returns:
-      The folder, for `sketchwalk_jax.load` and `sketchwalk_jax.tokenizer.load_tokenizer`.
+      The folder, for `sketchwalk_jax.load` and `sketchwalk_jax.text.tokenizer.load_tokenizer`.
 
     Raises:
       FileNotFoundError: If the installation lacks its files.

@@ -51,7 +51,7 @@ from pydoc_data.topics import topics
 import sketchwalk_jax as sw
 from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.plots import plot_block_map, plot_density
-from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
+from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 
 sw.keep_compiled_programs()
 

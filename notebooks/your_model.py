@@ -53,7 +53,7 @@ from tempfile import mkdtemp
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.models import bundled_model
-from sketchwalk_jax.tokenizer import apply_chat_template
+from sketchwalk_jax.text.tokenizer import apply_chat_template
 
 sw.keep_compiled_programs()
 

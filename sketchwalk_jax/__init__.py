@@ -31,23 +31,23 @@ from sketchwalk_jax.attention.api import (  # noqa: E402
     block_sparse_decode,
     dense_attention,
 )
-from sketchwalk_jax.auto import Auto  # noqa: E402
-from sketchwalk_jax.cache import Cache, Density  # noqa: E402
-from sketchwalk_jax.compiled import keep_compiled_programs  # noqa: E402
-from sketchwalk_jax.generation import Generation, generate, make_generate, stream  # noqa: E402
-from sketchwalk_jax.inference import decode_step, forward, init_cache, prefill  # noqa: E402
-from sketchwalk_jax.layer import init_walk, sketchwalk_attention  # noqa: E402
-from sketchwalk_jax.layer_cache import (  # noqa: E402
+from sketchwalk_jax.inference.auto import Auto  # noqa: E402
+from sketchwalk_jax.inference.cache import Cache, Density  # noqa: E402
+from sketchwalk_jax.inference.compiled import keep_compiled_programs  # noqa: E402
+from sketchwalk_jax.inference.generation import Generation, generate, make_generate, stream  # noqa: E402
+from sketchwalk_jax.inference.layer import init_walk, sketchwalk_attention  # noqa: E402
+from sketchwalk_jax.inference.layer_cache import (  # noqa: E402
     LayerCache,
     init_layer_cache,
     sketchwalk_cached_attention,
 )
+from sketchwalk_jax.inference.sampling import Sampling  # noqa: E402
+from sketchwalk_jax.inference.steps import decode_step, forward, init_cache, prefill  # noqa: E402
 from sketchwalk_jax.models.weights import load, save  # noqa: E402
 from sketchwalk_jax.pallas_kernels.config import KernelConfig  # noqa: E402
 from sketchwalk_jax.policies.dense import Dense  # noqa: E402
 from sketchwalk_jax.policies.recommended import RecommendedConfig  # noqa: E402
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig  # noqa: E402
-from sketchwalk_jax.sampling import Sampling  # noqa: E402
 from sketchwalk_jax.selection import BlockSelection  # noqa: E402
 from sketchwalk_jax.walk import WalkState  # noqa: E402
 

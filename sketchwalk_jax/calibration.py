@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Density, sparse_layers
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.inference import read_into_new_cache
+from sketchwalk_jax.inference.cache import Density, sparse_layers
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.padding import pad_right
+from sketchwalk_jax.inference.steps import read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import OVER, changed_fields
 from sketchwalk_jax.policies.adamas import AdamasConfig, key_quartiles
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.sharding import constrain, placement_of, whole_batch
-from sketchwalk_jax.text import HELD_OUT, draw_passages, prompt_rng, read_text
+from sketchwalk_jax.text.haystack import HELD_OUT, draw_passages, prompt_rng, read_text
 from sketchwalk_jax.validation import check_choice, check_number
 
 PyTree = Any

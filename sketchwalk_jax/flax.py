@@ -46,8 +46,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import dense_attention
 from sketchwalk_jax.attention.xla import vary_alike
-from sketchwalk_jax.layer import init_walk, sketchwalk_attention
-from sketchwalk_jax.layer_cache import (
+from sketchwalk_jax.inference.layer import init_walk, sketchwalk_attention
+from sketchwalk_jax.inference.layer_cache import (
     LayerCache,
     init_layer_cache,
     sketchwalk_cached_attention,

@@ -14,22 +14,22 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, Shaped
 
-from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, default_policy
-from sketchwalk_jax.cache import Cache, Density
 from sketchwalk_jax.calibration import set_density
-from sketchwalk_jax.calls import cache_bytes
-from sketchwalk_jax.generation import Generate, Stream, make_generate
+from sketchwalk_jax.inference.auto import Auto, Choice, check_policy_or_auto, default_policy
+from sketchwalk_jax.inference.cache import Cache, Density
+from sketchwalk_jax.inference.calls import cache_bytes
+from sketchwalk_jax.inference.generation import Generate, Stream, make_generate
+from sketchwalk_jax.inference.padding import bucket_length, new_token_room, pad_right
+from sketchwalk_jax.inference.sampling import Sampling, check_key
 from sketchwalk_jax.memory import free_bytes
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import ParamsSharding, check_weights, weights_of
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.padding import bucket_length, new_token_room, pad_right
 from sketchwalk_jax.policies import Policy, takes_density, with_plan
 from sketchwalk_jax.policies.base import PrefillPolicy
-from sketchwalk_jax.sampling import Sampling, check_key
 from sketchwalk_jax.sharding import placement_of
-from sketchwalk_jax.tokenizer import (
+from sketchwalk_jax.text.tokenizer import (
     StreamDecoder,
     apply_chat_template,
     decode,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sketchwalk_jax.cache import Density
+from sketchwalk_jax.inference.cache import Density
 from sketchwalk_jax.selection import BlockSelection
 
 if TYPE_CHECKING:

@@ -291,7 +291,7 @@ def run_index(case: Case, rng: random.Random) -> None:
 
 def run_gguf(case: Case, rng: random.Random) -> None:
     """Headers, metadata and tensors of a GGUF file."""
-    from sketchwalk_jax.tokenizer import load_tokenizer
+    from sketchwalk_jax.text.tokenizer import load_tokenizer
 
     content = case.gguf.read_bytes()
     action = rng.random()
@@ -316,7 +316,7 @@ def run_gguf(case: Case, rng: random.Random) -> None:
 
 def run_tokenizer(case: Case, rng: random.Random) -> None:
     """`tokenizer.json` and `tokenizer_config.json`."""
-    from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
+    from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 
     case.copy(case.good)
     name = rng.choice(["tokenizer.json", "tokenizer_config.json"])
@@ -362,7 +362,7 @@ GOOD_TEMPLATE = (
 
 def run_template(case: Case, rng: random.Random) -> None:
     """Chat templates that are wrong, loop, grow or look around; and messages of any kind."""
-    from sketchwalk_jax.tokenizer import apply_chat_template
+    from sketchwalk_jax.text.tokenizer import apply_chat_template
 
     tokenizer = _tokenizer(case)
     source = rng.choice([*ATTACKS, GOOD_TEMPLATE, GOOD_TEMPLATE])
@@ -378,7 +378,7 @@ def run_template(case: Case, rng: random.Random) -> None:
 
 
 def _tokenizer(case: Case) -> Any:
-    from sketchwalk_jax.tokenizer import load_tokenizer
+    from sketchwalk_jax.text.tokenizer import load_tokenizer
 
     if not hasattr(case, "tokenizer"):
         case.tokenizer = load_tokenizer(case.good)

@@ -28,10 +28,8 @@ from tiny import MODEL, params, prompts
 from tolerances import tolerance
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import KernelConfig, generation, inference, sharding
+from sketchwalk_jax import KernelConfig, sharding
 from sketchwalk_jax.attention.mass import block_mass
-from sketchwalk_jax.cache import sparse_layers
-from sketchwalk_jax.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate_model, measure
 from sketchwalk_jax.evaluation.measure import Measurement
@@ -40,6 +38,9 @@ from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.flax import WalkAttention, WalkSelfAttention
+from sketchwalk_jax.inference import generation, steps
+from sketchwalk_jax.inference.cache import sparse_layers
+from sketchwalk_jax.inference.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.models.quantized import gate_plainly
@@ -359,7 +360,7 @@ def collectives(text: str) -> list[tuple[str, int]]:
 
 
 def check_bytes(names: list[str], axes: dict[str, int]) -> None:
-    """Programs send what `sketchwalk_jax.sharding` says they send, and nothing else of size."""
+    """Programs send what `sharding` says they send, and nothing else of size."""
     where, c = placement(**axes), MESH_MODEL
     spread = jax.device_put(params(model=c), where.params)
     batch, capacity, numbers = 4, 128, jnp.ones((4,), jnp.int32)
@@ -367,15 +368,13 @@ def check_bytes(names: list[str], axes: dict[str, int]) -> None:
         policy = POLICIES[name]
         settings = Settings(model_config=c, policy=policy, placement=where)
         cache = sw.init_cache(c, policy, batch=batch, max_tokens=capacity, sharding=where)
-        token = inference._decode.lower(
-            spread, numbers, cache, active=numbers > 0, settings=settings
-        )
+        token = steps._decode.lower(spread, numbers, cache, active=numbers > 0, settings=settings)
         programs = [(1, False, token)]
         for is_fresh in (True, False) if where.blocks else (True,):
             lengths, tokens = numbers * capacity, jnp.zeros((batch, capacity), jnp.int32)
             # Behind a cache a prompt may begin inside a block, and so touches one more.
             tokens = tokens if is_fresh else tokens[:, : capacity - SIZE + 1]
-            prompt = inference._prefill.lower(
+            prompt = steps._prefill.lower(
                 spread, tokens, lengths, cache, is_fresh=is_fresh, settings=settings
             )
             programs.append((capacity, is_fresh, prompt))

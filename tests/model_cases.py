@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from sketchwalk_jax import Dense, SketchWalkConfig, init_cache
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.generation import decode_tokens, start_decoding
-from sketchwalk_jax.inference import _read, decode_token
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.generation import decode_tokens, start_decoding
+from sketchwalk_jax.inference.sampling import Sampling
+from sketchwalk_jax.inference.steps import _read, decode_token
 from sketchwalk_jax.models import transformer
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.base import Policy
-from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.sharding import place
 
 _LLAMA_8B = ModelConfig(

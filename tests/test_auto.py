@@ -14,9 +14,10 @@ import pytest
 from tiny import MODEL, POLICIES, params, prompts
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import Auto, Dense, generation
-from sketchwalk_jax.auto import BreakEven, default_policy, read_break_evens
+from sketchwalk_jax import Auto, Dense
 from sketchwalk_jax.cli import main
+from sketchwalk_jax.inference import generation
+from sketchwalk_jax.inference.auto import BreakEven, default_policy, read_break_evens
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies import by_name
@@ -126,7 +127,7 @@ def test_what_never_paid_is_dense_as_far_as_it_was_measured():
 
 
 def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
-    monkeypatch.setattr("sketchwalk_jax.auto.device_kind", lambda: "some GPU")
+    monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
     group = dataclasses.replace(PREFILL, device="GPUs from Ampere on", width=4096)
     never = dataclasses.replace(group, tokens=None)
     older = dataclasses.replace(group, device="GPUs before Ampere", tokens=10)
@@ -153,7 +154,7 @@ def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypat
 def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, expected, monkeypatch):
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
     assert default_policy(MODEL) == sw.SketchWalkConfig.recommended()  # a CPU was measured
-    monkeypatch.setattr("sketchwalk_jax.auto.device_kind", lambda: "some GPU")
+    monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
     policy = sw.SketchWalkConfig.recommended()
     assert default_policy(MODEL) == (policy if expected is None else Auto(policy))
     prompt, _ = prompts(20)
@@ -275,7 +276,7 @@ def model(tmp_path):
 def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
     rows = [dataclasses.replace(one, policy="RecommendedConfig", width=32) for one in TABLE]
     rows = tuple(dataclasses.replace(one, block_size=64, tokens=None) for one in rows)
-    monkeypatch.setattr("sketchwalk_jax.auto.read_break_evens", lambda: rows)
+    monkeypatch.setattr("sketchwalk_jax.inference.auto.read_break_evens", lambda: rows)
     command = ["generate", "--model", str(model), "--prompt", "Walk", "--max-new-tokens", "4"]
     assert main([*command, "--policy", "auto", "--json"]) == 0
     out, err = capsys.readouterr()

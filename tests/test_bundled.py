@@ -14,8 +14,8 @@ from sketchwalk_jax.cli.demo import hide_facts
 from sketchwalk_jax.evaluation.tasks import draw_samples, score
 from sketchwalk_jax.evaluation.wording import code_question
 from sketchwalk_jax.models import ModelConfig, bundled_model
-from sketchwalk_jax.text import read_text
-from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
+from sketchwalk_jax.text.haystack import read_text
+from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 
 MAX_BYTES = 16e6
 

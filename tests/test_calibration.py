@@ -9,10 +9,10 @@ import tiny
 from tolerances import tolerance
 
 from sketchwalk_jax import Dense, calibration, generate, init_cache, prefill
-from sketchwalk_jax.cache import Density
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation import EvaluationConfig
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.inference.cache import Density
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.adamas import AdamasConfig, hadamard_transform
 from sketchwalk_jax.policies.flexprefill import FlexPrefillConfig

@@ -11,13 +11,13 @@ import pytest
 
 from sketchwalk_jax import Dense, SketchWalkConfig, calibration, language_model, make_generate
 from sketchwalk_jax.cli import main, options
+from sketchwalk_jax.inference.sampling import Sampling
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.minference import MInferenceConfig
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
-from sketchwalk_jax.sampling import Sampling
 
 PROMPT = "Walk with the sketch,\r\nthen walk again: né, 你.\n" * 4
 NUM_BYTES = len(PROMPT.encode())

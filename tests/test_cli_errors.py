@@ -12,11 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from sketchwalk_jax import language_model, tokenizer
+from sketchwalk_jax import language_model
 from sketchwalk_jax.cli import main, options, prompt
 from sketchwalk_jax.models import hub
 from sketchwalk_jax.models.weights import load, save
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text import tokenizer
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture

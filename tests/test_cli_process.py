@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import sketchwalk_jax
-from sketchwalk_jax import compiled, progress
+from sketchwalk_jax import progress
+from sketchwalk_jax.inference import compiled
 
 PROMPT = "Walk with the sketch.\r\n"
 

@@ -28,8 +28,8 @@ from sketchwalk_jax.cli.demo import (
 )
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.text import is_held_out
-from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
+from sketchwalk_jax.text.haystack import is_held_out
+from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 
 TOKENS, FACTS = 512, 2  # all of the context
 NUM_LAYERS = 4  # the first two stay dense

@@ -22,7 +22,7 @@ from sketchwalk_jax import (
     prefill,
     save,
 )
-from sketchwalk_jax.cached_layer import LayerSettings
+from sketchwalk_jax.inference.cached_layer import LayerSettings
 from sketchwalk_jax.models.transformer import sums_of_rows
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.attention import attention

@@ -28,7 +28,7 @@ from sketchwalk_jax.evaluation.report import (
 )
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 EVERYTHING = whole(policies=POLICIES | RIVALS, lengths=(4096,), prompts=20, has_bytes=True)
 

@@ -9,7 +9,6 @@ import quality_rows
 import tiny
 from evaluation_samples import samples
 
-from sketchwalk_jax.cache import Density
 from sketchwalk_jax.evaluation.provenance import hash_sources
 from sketchwalk_jax.evaluation.results import (
     Results,
@@ -20,6 +19,7 @@ from sketchwalk_jax.evaluation.results import (
 )
 from sketchwalk_jax.evaluation.rows import ROW_FIELDS, Outcome, Probed, group_key_of, make_rows
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.inference.cache import Density
 
 LAYERS = 4
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from sketchwalk_jax import Dense, Sampling, forward, generation, init_cache, init_layer_cache
-from sketchwalk_jax.auto import Choice
+from sketchwalk_jax import Dense, Sampling, forward, init_cache, init_layer_cache
+from sketchwalk_jax.inference import generation
+from sketchwalk_jax.inference.auto import Choice
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.selection import full_selection

@@ -20,7 +20,7 @@ from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tables import accuracy_table, counted, pool, summary_table
 from sketchwalk_jax.evaluation.tasks import Sample
 from sketchwalk_jax.policies import QuestConfig, SketchWalkConfig
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 TOKENS = 1024
 CONFIG = EvaluationConfig(

@@ -11,18 +11,10 @@ import pytest
 from tiny import MODEL, POLICIES, params, prompts
 from tolerances import tolerance
 
-from sketchwalk_jax import (
-    Sampling,
-    generate,
-    generation,
-    inference,
-    init_cache,
-    make_generate,
-    prefill,
-    stream,
-)
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.inference import decode_step, forward
+from sketchwalk_jax import Sampling, generate, init_cache, make_generate, prefill, stream
+from sketchwalk_jax.inference import generation, steps
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.steps import decode_step, forward
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.base import Span
 
@@ -143,7 +135,7 @@ def test_a_step_behind_the_end_of_a_full_cache_stays_in_it(weights, monkeypatch)
     monkeypatch.setattr(inference, "Span", Noted)
     settings = Settings(model_config=MODEL, policy=config)
     active = jnp.array([False, True])
-    logits, after, _ = inference.decode_token(
+    logits, after, _ = steps.decode_token(
         weights, jnp.array([5, 5]), cache, active=active, settings=settings
     )
     assert places[0].tolist() == [31, 20] and bool(jnp.isfinite(logits).all())

@@ -29,7 +29,7 @@ from sketchwalk_jax.models import ModelConfig, quantize_params, rope_frequencies
 from sketchwalk_jax.models.gguf_header import end_token_ids
 from sketchwalk_jax.models.params import flatten_params
 from sketchwalk_jax.models.rope import RopeConfig
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 TESTS = Path(__file__).parent
 LLAMA_3_ROPE = {

@@ -9,8 +9,8 @@ import pytest
 from gguf_checkpoints import BYTES, TEMPLATE, write_gguf
 from tiny_tokenizers import TOKENIZERS
 
-from sketchwalk_jax.text import read_text
-from sketchwalk_jax.tokenizer import apply_chat_template, decode, encode, load_tokenizer
+from sketchwalk_jax.text.haystack import read_text
+from sketchwalk_jax.text.tokenizer import apply_chat_template, decode, encode, load_tokenizer
 
 TEXTS = (
     "Who walks? It's the WALKER's 12345 steps; don't they'll.",

@@ -16,7 +16,7 @@ import pytest
 from tolerances import tolerance
 
 from sketchwalk_jax import forward, generate, load
-from sketchwalk_jax.cached_layer import Settings
+from sketchwalk_jax.inference.cached_layer import Settings
 from sketchwalk_jax.policies import POLICIES, by_name, has_knob
 
 NUM_LAYERS, SIZE, WIDTH = 3, 16, 176

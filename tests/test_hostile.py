@@ -13,9 +13,9 @@ import kills
 import numpy as np
 import pytest
 
-from sketchwalk_jax import chat_templates
 from sketchwalk_jax.models import load
-from sketchwalk_jax.tokenizer import apply_chat_template, load_tokenizer
+from sketchwalk_jax.text import chat_templates
+from sketchwalk_jax.text.tokenizer import apply_chat_template, load_tokenizer
 
 pytestmark = pytest.mark.unchecked
 

@@ -206,10 +206,11 @@ def test_command_is_installed(installed: Path, decoy: Path):
 # All that `import sketchwalk_jax` loads of this package: every user waits for it. A module that few
 # calls need is imported where it is used.
 LOADED = {
-    "": "_version algorithm auto cache cached_layer calls compiled exchange generation inference "
-    "layer layer_cache memory padding plan precision progress pytree sampling scaled "
-    "selection sharding sketch validation walk",
+    "": "_version algorithm memory plan precision progress pytree scaled selection sharding sketch "
+    "validation walk",
     "attention": "api cudnn differentiable mass xla",
+    "inference": "auto cache cached_layer calls compiled exchange generation layer layer_cache "
+    "padding sampling steps",
     "models": "checkpoint config family gguf_files gguf_header hf_config hub llama "
     "params plans quantized qwen rope tensor_files transformer weights",
     "pallas_kernels": "config dispatch",

@@ -14,7 +14,7 @@ from test_prompt_selection_kernels import KERNELS, SIZE
 from variants import slow_unless
 
 from sketchwalk_jax import algorithm
-from sketchwalk_jax.cached_layer import observe_layer
+from sketchwalk_jax.inference.cached_layer import observe_layer
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import LayerCodes
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig

@@ -11,9 +11,10 @@ import pytest
 from gguf_checkpoints import write_gguf
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import LanguageModel, Sampling, SketchWalkConfig, generation
+from sketchwalk_jax import LanguageModel, Sampling, SketchWalkConfig
+from sketchwalk_jax.inference import generation
 from sketchwalk_jax.language_model import batches_by_length
-from sketchwalk_jax.tokenizer import decode
+from sketchwalk_jax.text.tokenizer import decode
 
 POLICY = SketchWalkConfig.paper(sketch_dim=8, dense_layers=1, density=0.5)  # blocks of 64 tokens
 NEW = 6

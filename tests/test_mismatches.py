@@ -22,7 +22,6 @@ from sketchwalk_jax import (
     SketchWalkConfig,
     block_sparse_attention,
     block_sparse_decode,
-    calls,
     cli,
     decode_step,
     dense_attention,
@@ -42,6 +41,7 @@ from sketchwalk_jax import (
 )
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation import EvaluationConfig
+from sketchwalk_jax.inference import calls
 from sketchwalk_jax.models import ModelConfig, load
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.policies import by_name
@@ -396,7 +396,7 @@ def test_a_failure_for_want_of_memory_ends_with_advice(weights, monkeypatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nBuffers:\n 1. ...")
 
-    from sketchwalk_jax import generation, inference
+    from sketchwalk_jax.inference import generation
 
     chunks = stream(weights, TOKENS, max_new_tokens=2, **OPTIONS)
     next(chunks)

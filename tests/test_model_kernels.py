@@ -20,8 +20,8 @@ from tolerances import tolerance
 from variants import INTERPRET, RUNS_COMPILED
 
 from sketchwalk_jax import Dense, SketchWalkConfig, generate, init_cache, sketchwalk_attention
-from sketchwalk_jax.cached_layer import LayerSettings, Settings
-from sketchwalk_jax.inference import decode_step, prefill
+from sketchwalk_jax.inference.cached_layer import LayerSettings, Settings
+from sketchwalk_jax.inference.steps import decode_step, prefill
 from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.models.params import init_params
 from sketchwalk_jax.pallas_kernels import dispatch
@@ -206,10 +206,10 @@ def test_a_prompt_is_read_with_the_gating_kernel_as_without(monkeypatch):
         asked.append(kernel_config)
         return api.swiglu_quantize(*arrays, kernel_config=KERNELS)
 
-    monkeypatch.setattr("sketchwalk_jax.cached_layer.swiglu_quantize", gate)
+    monkeypatch.setattr("sketchwalk_jax.inference.cached_layer.swiglu_quantize", gate)
     with_kernel = dispatch.row_kernels
     monkeypatch.setattr(
-        "sketchwalk_jax.cached_layer.row_kernels",
+        "sketchwalk_jax.inference.cached_layer.row_kernels",
         lambda *given, what, **options: (
             KERNELS if what == "float8 SwiGLU" else with_kernel(*given, what=what, **options)
         ),

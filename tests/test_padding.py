@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sketchwalk_jax.padding import bucket_length, left_to_right_padding
+from sketchwalk_jax.inference.padding import bucket_length, left_to_right_padding
 
 NUM_TOKENS = 6
 # (padding on the left, tokens) of each row

@@ -13,7 +13,7 @@ from sketchwalk_jax.evaluation.calibrated_rules import fit_density, layers_densi
 from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 MODEL = dataclasses.replace(tiny.MODEL, max_position_embeddings=8192)
 SMALL = RecommendedConfig(block_size=16, min_tokens=64)  # so that few tokens are many blocks

@@ -21,7 +21,7 @@ from sketchwalk_jax import (
     prefill,
     stream,
 )
-from sketchwalk_jax.calls import prompt_rows
+from sketchwalk_jax.inference.calls import prompt_rows
 from sketchwalk_jax.selection import select_blocks
 
 LENGTHS = (100, 37, 64)

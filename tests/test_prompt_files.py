@@ -16,7 +16,7 @@ from sketchwalk_jax import Dense
 from sketchwalk_jax.cli.prompt_files import read_prompts
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models import ModelConfig
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 NEW = 6
 PROMPTS = ["Walk with", "a" * 40, {"prompt": "né 你", "id": 7}, "Then", "walk on"]

@@ -10,7 +10,8 @@ import pytest
 from tiny import MODEL, POLICIES, params, prompts
 
 import sketchwalk_jax as sw
-from sketchwalk_jax import BlockSelection, Sampling, generation, inference, init_cache
+from sketchwalk_jax import BlockSelection, Sampling, init_cache
+from sketchwalk_jax.inference import generation, steps
 
 
 @pytest.fixture
@@ -26,13 +27,13 @@ def _count_traces(monkeypatch, module, name, function, at_most, **jit_options):
 
 def test_decode_steps_share_one_program(monkeypatch, weights):
     _count_traces(
-        monkeypatch, inference, "_decode", inference.decode_token, 1, static_argnames="settings"
+        monkeypatch, inference, "_decode", steps.decode_token, 1, static_argnames="settings"
     )
     config = POLICIES["paper"]
     cache = init_cache(MODEL, config, batch=2, max_tokens=64)
     for token in range(40):  # across block boundaries
         tokens = np.full(2, token, np.int32)
-        _, cache = inference.decode_step(weights, tokens, cache, model_config=MODEL, policy=config)
+        _, cache = steps.decode_step(weights, tokens, cache, model_config=MODEL, policy=config)
 
 
 @pytest.fixture

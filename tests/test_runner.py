@@ -14,13 +14,13 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import MODEL
 
-from sketchwalk_jax import text
 from sketchwalk_jax.cli import main
 from sketchwalk_jax.evaluation import EvaluationConfig, calibrated_rules, evaluate, read_text
 from sketchwalk_jax.evaluation.measure import Measurement
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.results import check_rows, read_results, write_results
 from sketchwalk_jax.evaluation.runner import _Run, check_lengths, choose_batch
+from sketchwalk_jax.text import haystack
 
 DENSITY = 0.6
 CONFIG = EvaluationConfig(
@@ -160,7 +160,7 @@ def test_knobs_are_set_on_prompts_that_are_not_scored(finished):
     for row in rows:
         assert row["measured_density_sparse_layers"] == pytest.approx(DENSITY, rel=0.15)
     assert {row["settings"] for row in finished.rows if row["policy"] != "minference"} == {None}
-    assert text.HELD_OUT > 2**31
+    assert haystack.HELD_OUT > 2**31
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from tolerances import tolerance
 
-from sketchwalk_jax.sampling import (
+from sketchwalk_jax.inference.sampling import (
     Sampling,
     mark_seen,
     process_logits,

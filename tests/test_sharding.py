@@ -21,8 +21,8 @@ from tiny import prompts
 from variants import cpu_devices, slow_unless
 
 from sketchwalk_jax import generate, init_cache, load, sharding
-from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.settings import Rule
+from sketchwalk_jax.inference.cached_layer import Settings
 from sketchwalk_jax.models.params import flatten_params, param_shapes
 from sketchwalk_jax.policies.ranks import Blocks
 

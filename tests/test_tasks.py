@@ -7,8 +7,8 @@ import pytest
 from tiny_tokenizers import TOKENIZERS
 
 from sketchwalk_jax.evaluation.tasks import TASKS, Sample, draw_samples, score
-from sketchwalk_jax.text import Text, is_held_out, read_text
-from sketchwalk_jax.tokenizer import decode, encode
+from sketchwalk_jax.text.haystack import Text, is_held_out, read_text
+from sketchwalk_jax.text.tokenizer import decode, encode
 
 CODE = re.compile(r" The code of (\w+) is (\d{5})\.")
 VALUE = re.compile(r" Let (\w+) be (\w+)\.")

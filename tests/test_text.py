@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sketchwalk_jax.text import Text, is_held_out, read_text
+from sketchwalk_jax.text.haystack import Text, is_held_out, read_text
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -9,7 +9,7 @@ import pytest
 from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import KernelConfig
-from sketchwalk_jax.cache import write_layer
+from sketchwalk_jax.inference.cache import write_layer
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.key_quantization import api
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite

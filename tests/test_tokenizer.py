@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import TOKENIZERS
 
-from sketchwalk_jax.tokenizer import (
+from sketchwalk_jax.text.tokenizer import (
     StreamDecoder,
     apply_chat_template,
     decode,
@@ -308,7 +308,7 @@ def test_the_model_names_the_ends_of_a_text_where_the_tokenizer_does_not(tmp_pat
 def test_a_vocabulary_alone_names_the_package_that_it_needs(
     tmp_path: Path, content: bytes, package: str, monkeypatch
 ):
-    monkeypatch.setattr("sketchwalk_jax.tokenizer.find_spec", lambda name: None)
+    monkeypatch.setattr("sketchwalk_jax.text.tokenizer.find_spec", lambda name: None)
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ImportError, match=f"needs the package {package}: pip install {package}"):
         load_tokenizer(tmp_path)

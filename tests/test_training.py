@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from sketchwalk_jax import forward, load
-from sketchwalk_jax.text import is_held_out
-from sketchwalk_jax.tokenizer import encode, load_tokenizer
+from sketchwalk_jax.text.haystack import is_held_out
+from sketchwalk_jax.text.tokenizer import encode, load_tokenizer
 
 TRAINING = Path(__file__).resolve().parents[1] / "training"
 sys.path.append(str(TRAINING))

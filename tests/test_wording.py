@@ -8,8 +8,8 @@ import pytest
 from tiny_tokenizers import TOKENIZERS
 
 from sketchwalk_jax.evaluation.tasks import ANSWERED_TASKS, LOSS_TASKS, TASKS, draw_samples, score
-from sketchwalk_jax.text import Text, read_code, read_text
-from sketchwalk_jax.tokenizer import decode, encode
+from sketchwalk_jax.text.haystack import Text, read_code, read_text
+from sketchwalk_jax.text.tokenizer import decode, encode
 
 TEXT = read_text()
 CODE = re.compile(r" The (?:(?:first|second|third|fourth) )?secret code of (\w+) is (\d{5})\.")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sketchwalk_jax.text import read_text
+from sketchwalk_jax.text.haystack import read_text
 
 # Where tokenizers of Llama 3 cut a text before they merge anything.
 LLAMA_3 = (

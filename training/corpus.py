@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from sketchwalk_jax.evaluation import wording
-from sketchwalk_jax.text import is_held_out, read_text
+from sketchwalk_jax.text.haystack import is_held_out, read_text
 
 BEGIN, END = "<|begin|>", "<|end|>"
 BEGIN_ID, END_ID = 0, 1

@@ -25,8 +25,8 @@ from sketchwalk_jax.evaluation.rows import Row, group_key
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tables import counted, markdown_table, pool
-from sketchwalk_jax.generation import stream
-from sketchwalk_jax.layer import sketchwalk_attention
+from sketchwalk_jax.inference.generation import stream
+from sketchwalk_jax.inference.layer import sketchwalk_attention
 from sketchwalk_jax.memory import OutOfDeviceMemory
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name

@@ -18,7 +18,7 @@ from sketchwalk_jax.models.plans import fingerprint
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layers
 from sketchwalk_jax.progress import elapsed, progress_bar
-from sketchwalk_jax.text import read_text
+from sketchwalk_jax.text.haystack import read_text
 
 MOST_TOKENS = 8192
 PROMPTS = 2 * len(TASKS)

@@ -4,9 +4,9 @@ import dataclasses
 import sys
 from typing import Any
 
-from sketchwalk_jax.auto import Auto
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.options import field
+from sketchwalk_jax.inference.auto import Auto
 from sketchwalk_jax.language_model import LEAST_CONVERSATION
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.progress import elapsed

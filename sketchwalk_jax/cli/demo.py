@@ -23,21 +23,21 @@ import numpy as np
 from jaxtyping import Int
 
 from sketchwalk_jax import plots
-from sketchwalk_jax.cache import Cache, sparse_layers
-from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError, usage_errors
 from sketchwalk_jax.cli.options import METHOD, TEXT, field
 from sketchwalk_jax.evaluation.wording import code_question, code_statement
-from sketchwalk_jax.generation import Stream, StreamChunk, stream
+from sketchwalk_jax.inference.cache import Cache, sparse_layers
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.generation import Stream, StreamChunk, stream
+from sketchwalk_jax.inference.padding import pad_right
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models.hub import checkpoint_name
-from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, by_name, takes_density
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.progress import elapsed
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.tokenizer import decode, encode
+from sketchwalk_jax.text.tokenizer import decode, encode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.options import flag, option
-from sketchwalk_jax.compiled import keep_compiled_programs
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
@@ -25,10 +24,11 @@ from sketchwalk_jax.evaluation.tables import (
     tasks_of,
     values_of,
 )
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
 from sketchwalk_jax.policies import by_name
-from sketchwalk_jax.text import read_text
+from sketchwalk_jax.text.haystack import read_text
 
 _SIZE = "Amount"
 _DEFAULT = EvaluationConfig()

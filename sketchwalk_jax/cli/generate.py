@@ -11,16 +11,16 @@ from typing import Any
 
 import jax
 
-from sketchwalk_jax.auto import Auto, Choice
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
 from sketchwalk_jax.cli.options import field
 from sketchwalk_jax.cli.prompt_files import Entry, TextsFile, complete_all, read_prompts, rounded
-from sketchwalk_jax.generation import NOT_LOADED, Options
+from sketchwalk_jax.inference.auto import Auto, Choice
+from sketchwalk_jax.inference.generation import NOT_LOADED, Options
+from sketchwalk_jax.inference.padding import pad_to_bucket
 from sketchwalk_jax.language_model import MAX_BATCH, TextStream
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.plans import fingerprint
-from sketchwalk_jax.padding import pad_to_bucket
 from sketchwalk_jax.policies import PRESETS, Policy, changed_fields
 from sketchwalk_jax.progress import elapsed, progress_bar
 

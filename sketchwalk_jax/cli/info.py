@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from sketchwalk_jax._version import __version__
-from sketchwalk_jax.auto import Auto
-from sketchwalk_jax.cache import empty_cache
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import field
+from sketchwalk_jax.inference.auto import Auto
+from sketchwalk_jax.inference.cache import empty_cache
 from sketchwalk_jax.memory import num_bytes, show_bytes
 from sketchwalk_jax.models.checkpoint import saved_weights
 from sketchwalk_jax.models.config import ModelConfig

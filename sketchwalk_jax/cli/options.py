@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import jax
 import typer
 
-from sketchwalk_jax.cached_layer import PHASES, Settings
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
-from sketchwalk_jax.compiled import keep_compiled_programs
+from sketchwalk_jax.inference.cached_layer import PHASES, Settings
+from sketchwalk_jax.inference.compiled import keep_compiled_programs
+from sketchwalk_jax.inference.sampling import Sampling
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.family import read_json
@@ -39,7 +40,6 @@ from sketchwalk_jax.policies import (
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.progress import elapsed
-from sketchwalk_jax.sampling import Sampling
 from sketchwalk_jax.sharding import Placement, place
 from sketchwalk_jax.validation import DTYPES, check_choice
 

@@ -53,7 +53,7 @@ def open_tokenizer(directory: Path) -> Any:
     Raises:
       ValueError: If there is none, or its files are damaged.
     """
-    from sketchwalk_jax.tokenizer import load_tokenizer
+    from sketchwalk_jax.text.tokenizer import load_tokenizer
 
     try:
         with elapsed("opening the tokenizer"):
@@ -71,7 +71,7 @@ def check_size(text: str, tokenizer: Any, *, model_config: ModelConfig) -> None:
     far longer where tokens as long as the longest would be four times as many, or where its
     beginning alone has twice as many tokens: of a long text not much more than that is cut.
     """
-    from sketchwalk_jax.tokenizer import encode
+    from sketchwalk_jax.text.tokenizer import encode
 
     context, length = model_config.context_length, len(text)
     if length <= 4 * context:
@@ -99,7 +99,7 @@ def tokenize(
       ValueError: If there is no chat template, the template refuses the messages, or the text
         has no tokens.
     """
-    from sketchwalk_jax.tokenizer import apply_chat_template, encode
+    from sketchwalk_jax.text.tokenizer import apply_chat_template, encode
 
     if is_chat:
         if not tokenizer.chat_template:

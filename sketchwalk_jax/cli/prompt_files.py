@@ -20,11 +20,11 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from sketchwalk_jax.cli import prompt
+from sketchwalk_jax.inference.sampling import Sampling
 from sketchwalk_jax.language_model import Completion, LanguageModel
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.progress import progress_bar
-from sketchwalk_jax.sampling import Sampling
-from sketchwalk_jax.tokenizer import apply_chat_template
+from sketchwalk_jax.text.tokenizer import apply_chat_template
 
 _ADVICE = "pass --overwrite to start afresh, or another --out"
 

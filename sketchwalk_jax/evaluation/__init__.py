@@ -3,7 +3,7 @@
 from sketchwalk_jax.calibration import Calibration, calibrate
 from sketchwalk_jax.evaluation.runner import evaluate, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
-from sketchwalk_jax.text import read_text
+from sketchwalk_jax.text.haystack import read_text
 
 __all__ = [
     "Calibration",

@@ -14,18 +14,18 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Int
 
-from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import draw_samples, text_for
+from sketchwalk_jax.inference.cache import sparse_layers
+from sketchwalk_jax.inference.padding import pad_right
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import Policy, takes_density
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.sharding import placement_of, whole_batch
-from sketchwalk_jax.text import HELD_OUT, Text
+from sketchwalk_jax.text.haystack import HELD_OUT, Text
 from sketchwalk_jax.validation import check_number
 
 PyTree = Any

@@ -20,20 +20,20 @@ import numpy as np
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from sketchwalk_jax.cache import Density, sparse_layers
-from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation.calibrated_rules import held_out_prompts
 from sketchwalk_jax.evaluation.measure import prefill_program
-from sketchwalk_jax.generation import make_generate
+from sketchwalk_jax.inference.cache import Density, sparse_layers
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.generation import make_generate
+from sketchwalk_jax.inference.padding import bucket_length, pad_right, pad_to_bucket
+from sketchwalk_jax.inference.sampling import Sampling
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.padding import bucket_length, pad_right, pad_to_bucket
 from sketchwalk_jax.policies import by_name, changed_fields, has_knob, with_plan
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
-from sketchwalk_jax.sampling import Sampling
-from sketchwalk_jax.text import read_text
-from sketchwalk_jax.tokenizer import decode, encode, load_tokenizer
+from sketchwalk_jax.text.haystack import read_text
+from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 from sketchwalk_jax.validation import check_choice
 
 try:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.cache import Cache, Density
-from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.rows import Outcome
-from sketchwalk_jax.inference import decode_token, read_into_new_cache
+from sketchwalk_jax.inference.cache import Cache, Density
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.steps import decode_token, read_into_new_cache
 from sketchwalk_jax.sharding import constrain
 
 PyTree = Any

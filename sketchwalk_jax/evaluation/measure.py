@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, Density, sparse_layers
-from sketchwalk_jax.cached_layer import Settings
 from sketchwalk_jax.evaluation.long_decode import compare_program, mean_over_tokens, read_program
 from sketchwalk_jax.evaluation.probe import decode_bytes, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.prompts import (
@@ -29,10 +27,12 @@ from sketchwalk_jax.evaluation.prompts import (
 from sketchwalk_jax.evaluation.rows import Outcome, Probed
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample
-from sketchwalk_jax.inference import decode_token, read_into_new_cache
+from sketchwalk_jax.inference.cache import Cache, Density, sparse_layers
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.padding import pad_right
+from sketchwalk_jax.inference.steps import decode_token, read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import unembed
-from sketchwalk_jax.padding import pad_right
 from sketchwalk_jax.policies import LayerShape, Policy
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.sharding import (

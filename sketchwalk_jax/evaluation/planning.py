@@ -22,7 +22,7 @@ from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
-from sketchwalk_jax.layer import select_whole
+from sketchwalk_jax.inference.layer import select_whole
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import out_kernel
 from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
@@ -31,7 +31,7 @@ from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import on_every_rank, placement_of
-from sketchwalk_jax.text import HELD_OUT, Text, read_text
+from sketchwalk_jax.text.haystack import HELD_OUT, Text, read_text
 from sketchwalk_jax.validation import check_integer
 from sketchwalk_jax.walk import WalkState
 

@@ -25,15 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.cache import Cache, empty_cache, sparse_layers
-from sketchwalk_jax.cached_layer import (
+from sketchwalk_jax.inference.cache import Cache, empty_cache, sparse_layers
+from sketchwalk_jax.inference.cached_layer import (
     Settings,
     attention_by_layer,
     join_layers,
     write_and_observe,
 )
-from sketchwalk_jax.exchange import Exchange
-from sketchwalk_jax.layer import choose_attention
+from sketchwalk_jax.inference.exchange import Exchange
+from sketchwalk_jax.inference.layer import choose_attention
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span

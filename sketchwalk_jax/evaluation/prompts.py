@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, NUM_SCORED, Sample, score
-from sketchwalk_jax.tokenizer import decode
+from sketchwalk_jax.text.tokenizer import decode
 
 ANSWER_ROOM = 64
 """Tokens of the length that are left to generated answers, where these can be the last tokens."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from sketchwalk_jax.cache import sparse_layers
 from sketchwalk_jax.evaluation.results import Results
 from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
@@ -48,11 +47,12 @@ from sketchwalk_jax.evaluation.tables import (
     values_of,
 )
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples
-from sketchwalk_jax.generation import make_generate
+from sketchwalk_jax.inference.cache import sparse_layers
+from sketchwalk_jax.inference.generation import make_generate
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.plots import BLUE, LIGHT_GREY, ORANGE, import_pyplot, plot_block_map
 from sketchwalk_jax.policies import Policy, by_name, with_plan
-from sketchwalk_jax.text import read_text
+from sketchwalk_jax.text.haystack import read_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

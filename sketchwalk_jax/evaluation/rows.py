@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from sketchwalk_jax.cache import Density
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.evaluation.tasks import Sample
+from sketchwalk_jax.inference.cache import Density
 
 Row = Mapping[str, Any]
 

@@ -27,8 +27,8 @@ from sketchwalk_jax.models.params import weights_of
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.progress import progress_bar
 from sketchwalk_jax.sharding import AXES, Placement, placement_of, whole_batch
-from sketchwalk_jax.text import Text, read_text
-from sketchwalk_jax.tokenizer import load_tokenizer
+from sketchwalk_jax.text.haystack import Text, read_text
+from sketchwalk_jax.text.tokenizer import load_tokenizer
 from sketchwalk_jax.validation import check_number
 
 PyTree = Any

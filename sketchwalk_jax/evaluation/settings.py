@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from sketchwalk_jax.cached_layer import PHASES
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS, HOPS, LOSS_TASKS, TASKS
 from sketchwalk_jax.evaluation.wording import WORDINGS
+from sketchwalk_jax.inference.cached_layer import PHASES
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies import (
     OVER,

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sketchwalk_jax.evaluation.wording import Asked, Frame, Wording, wording_of
-from sketchwalk_jax.text import (
+from sketchwalk_jax.text.haystack import (
     Haystack,
     Text,
     WordEncoder,

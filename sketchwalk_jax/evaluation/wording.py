@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from sketchwalk_jax.tokenizer import render_chat
+from sketchwalk_jax.text.tokenizer import render_chat
 from sketchwalk_jax.validation import check_choice
 
 # Stands in a conversation for what is inserted later. No text has it, and no template escapes it.

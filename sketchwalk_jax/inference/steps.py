@@ -17,15 +17,15 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
 from sketchwalk_jax.attention.xla import vary_alike
-from sketchwalk_jax.auto import recommended_policy
-from sketchwalk_jax.cache import Cache, chunk_layout, empty_cache, spread_cache
-from sketchwalk_jax.cached_layer import (
+from sketchwalk_jax.inference.auto import recommended_policy
+from sketchwalk_jax.inference.cache import Cache, chunk_layout, empty_cache, spread_cache
+from sketchwalk_jax.inference.cached_layer import (
     Settings,
     attention_by_layer,
     join_layers,
     layer_attention,
 )
-from sketchwalk_jax.calls import (
+from sketchwalk_jax.inference.calls import (
     check_cache,
     check_model,
     check_prompt,
@@ -34,7 +34,7 @@ from sketchwalk_jax.calls import (
     first_rows,
     prompt_rows,
 )
-from sketchwalk_jax.compiled import keep_by_default
+from sketchwalk_jax.inference.compiled import keep_by_default
 from sketchwalk_jax.memory import advice
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import run_layers, unembed

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, sparse_layers, write_layer
-from sketchwalk_jax.exchange import Exchange, Tokens, exchanging
-from sketchwalk_jax.layer import choose_attention
+from sketchwalk_jax.inference.cache import Cache, sparse_layers, write_layer
+from sketchwalk_jax.inference.exchange import Exchange, Tokens, exchanging
+from sketchwalk_jax.inference.layer import choose_attention
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.quantized import SwigluQuantize
 from sketchwalk_jax.models.transformer import (

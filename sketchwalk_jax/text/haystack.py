@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from sketchwalk_jax.tokenizer import encode, token_ids
+from sketchwalk_jax.text.tokenizer import encode, token_ids
 from sketchwalk_jax.validation import check_number
 
 HELD_OUT = 2**32

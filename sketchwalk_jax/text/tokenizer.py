@@ -16,11 +16,11 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from sketchwalk_jax.chat_templates import bounded_template
-from sketchwalk_jax.gguf_tokenizer import make_tokenizer
 from sketchwalk_jax.models.family import describe_damage, read_json
 from sketchwalk_jax.models.gguf_header import is_gguf, read_header
 from sketchwalk_jax.models.hub import find_checkpoint, is_hub_name
+from sketchwalk_jax.text.chat_templates import bounded_template
+from sketchwalk_jax.text.gguf_tokenizer import make_tokenizer
 from sketchwalk_jax.validation import check_texts, describe
 
 _TOKENIZER_FILES = (

@@ -16,8 +16,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
 from sketchwalk_jax.attention.xla import on_auto_axes, vary_alike
-from sketchwalk_jax.cache import Cache, Density, chunk_layout
-from sketchwalk_jax.cached_layer import LayerSettings, layer_attention
+from sketchwalk_jax.inference.cache import Cache, Density, chunk_layout
+from sketchwalk_jax.inference.cached_layer import LayerSettings, layer_attention
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
 from sketchwalk_jax.policies.recommended import RecommendedConfig

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.cache import Cache, write_layer
+from sketchwalk_jax.inference.cache import Cache, write_layer
 from sketchwalk_jax.models.transformer import Attend
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.selection import BlockSelection

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sketchwalk_jax.cache import Cache
+from sketchwalk_jax.inference.cache import Cache
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.pallas_kernels.dispatch import GPU_GROUPS, device_kind, group_of_gpus
 from sketchwalk_jax.policies.base import Policy, check_policy

@@ -21,10 +21,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sketchwalk_jax.attention.xla import vary_alike
-from sketchwalk_jax.auto import Auto, Choice, check_policy_or_auto, default_policy
-from sketchwalk_jax.cache import Cache, Density, empty_cache, show_numbers, spread_cache
-from sketchwalk_jax.cached_layer import Settings
-from sketchwalk_jax.calls import (
+from sketchwalk_jax.inference.auto import Auto, Choice, check_policy_or_auto, default_policy
+from sketchwalk_jax.inference.cache import (
+    Cache,
+    Density,
+    empty_cache,
+    show_numbers,
+    spread_cache,
+)
+from sketchwalk_jax.inference.cached_layer import Settings
+from sketchwalk_jax.inference.calls import (
     cache_bytes,
     check_cache,
     check_model,
@@ -34,17 +40,13 @@ from sketchwalk_jax.calls import (
     prompt_rows,
     tokens_used,
 )
-from sketchwalk_jax.compiled import keep_by_default
-from sketchwalk_jax.inference import decode_token, read_prompt
-from sketchwalk_jax.memory import advice, check_memory
-from sketchwalk_jax.models.config import ModelConfig, check_model_config
-from sketchwalk_jax.models.transformer import unembed
-from sketchwalk_jax.padding import left_to_right_padding, new_token_room, pad_to_bucket
-from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy
-from sketchwalk_jax.pytree import register
-from sketchwalk_jax.sampling import (
+from sketchwalk_jax.inference.compiled import keep_by_default
+from sketchwalk_jax.inference.padding import (
+    left_to_right_padding,
+    new_token_room,
+    pad_to_bucket,
+)
+from sketchwalk_jax.inference.sampling import (
     Sampling,
     best_tokens,
     check_key,
@@ -53,6 +55,14 @@ from sketchwalk_jax.sampling import (
     seen_tokens,
     sequence_keys,
 )
+from sketchwalk_jax.inference.steps import decode_token, read_prompt
+from sketchwalk_jax.memory import advice, check_memory
+from sketchwalk_jax.models.config import ModelConfig, check_model_config
+from sketchwalk_jax.models.transformer import unembed
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.pytree import register
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import (
     constrain,

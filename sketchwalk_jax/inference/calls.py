@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from sketchwalk_jax.cache import Cache, empty_cache
+from sketchwalk_jax.inference.cache import Cache, empty_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import check_runs
 from sketchwalk_jax.policies.base import Policy

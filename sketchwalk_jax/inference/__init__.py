@@ -1,0 +1,1 @@
+"""Prefill and decode of whole models: generation, sampling, the cache and the layer loop."""
