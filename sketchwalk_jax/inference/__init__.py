@@ -1,1 +1,1 @@
-"""Prefill and decode of whole models: generation, sampling, the cache and the layer loop."""
+"""Inference of whole models: prefill, decode, generation, sampling, cache and layer loop."""

@@ -1,12 +1,12 @@
-"""The policy of a call: the given one, the default, or what an `Auto` chooses.
+"""Chooses the policy of a call: the given one, the default, or the choice of an `Auto`.
 
-`Auto` is dense attention below the measured break-even length, and sparse attention above it.
+`Auto` uses dense attention below the measured break-even length and sparse attention above it.
 
 Selecting blocks takes time, so sparse attention is faster only from some length on. `Auto` is not a
-policy. It is replaced by a policy, for each phase, before anything is traced, because it depends
-only on the sizes of the call. It uses measurements only: those in `break_even.json` beside this
-file, which `benchmarks/report.py` writes from the results of the benchmarks. On GPUs without
-measurements it goes by what the same code took on an H200.
+policy. It is replaced by a policy for each phase before tracing, because the choice depends only on
+the sizes of the call. It uses only measurements: `break_even.json` in this folder, which
+`benchmarks/report.py` writes from the benchmarks' results. For GPUs without measurements, it uses
+the times of the same code on an H200.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from sketchwalk_jax.validation import check_choice, describe
 
 _BOTH = "both"
 _TABLE = Path(__file__).with_name("break_even.json")
-# How many times wider or narrower a model may be than the one that was measured.
+# Largest ratio, either way, between a model's width and the measured width that stands for it.
 _MOST_TIMES = 4
 
 
@@ -38,14 +38,14 @@ class BreakEven:
     only, and `width` is the size of attention.
 
     Attributes:
-      device: The device, as JAX names its kind; or one of `dispatch.GPU_GROUPS`, what is expected
-        of GPUs that were not measured.
-      phase: `"prefill"` or `"decode"`. In prefill, tokens are those of the prompt. In decode, they
-        are those in the cache of each sequence.
+      device: The device, as JAX names its kind; or one of `dispatch.GPU_GROUPS`, for the break-even
+        that is expected on GPUs that were not measured.
+      phase: `"prefill"` or `"decode"`. `tokens` counts the prompt's tokens in prefill, and the
+        tokens in each sequence's cache in decode.
       policy: Name of the policy's class.
       density: Density of the policy.
       block_size: Tokens per block of the policy.
-      width: Number of query heads times their size.
+      width: Number of query heads times the size of a head.
       batch: Number of sequences.
       tokens: The smallest measured length from which the policy was at least as fast at every
         length. None if it was slower at the longest length.
@@ -64,13 +64,13 @@ class BreakEven:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it was measured with the same code on another device."""
+        """Whether the break-even was measured with the same code on another GPU."""
         return self.device in GPU_GROUPS
 
     def pays(self, tokens: int) -> bool | None:
-        """Whether the policy is no slower at a length, or None if that was not measured.
+        """Whether the policy is no slower than dense attention; `None` at unmeasured lengths.
 
-        What is expected to be slower at every length that was measured is so at longer ones.
+        If the policy is expected to be slower at all measured lengths, so it is at longer ones.
         """
         if self.tokens is not None:
             return tokens >= self.tokens
@@ -79,12 +79,12 @@ class BreakEven:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What an `Auto` chose: two arguments of `generate`, and the reasons.
+    """The choice of an `Auto`: two arguments of `generate`, and the reasons.
 
     Attributes:
-      policy: Which key blocks each query attends to: the sparse policy, or `Dense()` if attention
-        should be dense in both phases.
-      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`.
+      policy: The policy that chooses the key blocks of each query: the sparse policy, or `Dense()`
+        if attention should be dense in both phases.
+      phase: Phase with sparse attention: `"both"`, `"prefill"` or `"decode"`.
       reasons: The reason for each phase that had to be decided, in words.
     """
 
@@ -95,29 +95,28 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """For each phase: sparse where that was measured to be no slower, dense elsewhere.
+    """Chooses for each phase: sparse if that was measured to be no slower, dense otherwise.
 
-    On NVIDIA GPUs without measurements, sparse where that is expected, from measurements of the
-    same code on an H200. The default of `generate` and the like is an `Auto` on these GPUs.
+    On NVIDIA GPUs without measurements, the choice follows measurements of the same code on an
+    H200. There, `generate`, `make_generate`, `stream` and `LanguageModel` use an `Auto` by default.
 
-    `generate`, `make_generate`, `stream` and `LanguageModel` accept it in place of a policy. Their
-    results say what was chosen (`Generation.choice`). `Auto` changes results: below the break-even
-    they are those of dense attention. A call with a cache continues with the policy that the cache
-    was made for.
+    These functions accept an `Auto` in place of a policy. Their results say what was chosen
+    (`Generation.choice`). `Auto` changes results: below the break-even, attention is dense. A call
+    with a cache continues with the policy that the cache was made for.
 
     A break-even applies to a call if it has the same device, policy and block size. Its density is
     the smallest measured one that is not below that of the policy. Its batch is the largest
     measured one that is not above that of the call. Its width is the nearest one within a factor of
-    four; for an expectation it may be any. If no break-even applies, or the model is on a mesh of
+    four; an expected break-even may have any width. If no break-even applies, or the model is on
     several devices, the sparse policy runs as requested, and `Choice.reasons` says "no
     measurement".
 
-    `prefill`, `decode_step` and `init_cache` see only a part of a generation, so they need a
-    policy. Call `choose` to get a policy and a phase for them.
+    `prefill`, `decode_step` and `init_cache` need a policy, because they see only a part of a
+    generation. Call `choose` to get a policy and a phase for them.
 
     Attributes:
       sparse: The sparse policy. Default: `SketchWalkConfig.recommended(plan=model_config.plan)`.
-      measured: Break-evens to use. Default: those that come with the package.
+      measured: Break-evens to use. Default: the measurements that come with the package.
 
     Raises:
       ValueError: If `sparse` is not a policy.
@@ -142,8 +141,8 @@ class Auto:
         return Policy.block_size if self.sparse is None else self.sparse.block_size
 
     def policy(self, model_config: ModelConfig) -> Policy:
-        """The sparse policy, for a model."""
-        default = recommended_policy(model_config)  # which checks the model
+        """The sparse policy, or the recommended one for this model if none was given."""
+        default = recommended_policy(model_config)  # raises if it is not a `ModelConfig`
         return default if self.sparse is None else self.sparse
 
     def find(
@@ -154,13 +153,13 @@ class Auto:
         batch: int = 1,
         device: str | None = None,
     ) -> BreakEven | str:
-        """The break-even that applies to a model, or the reason why there is none.
+        """Returns the break-even that applies to a model, or the reason why there is none.
 
         Args:
           phase: `"prefill"` or `"decode"`.
           model_config: Configuration of the model.
           batch: Number of sequences.
-          device: The kind of device. Default: that of JAX's default device.
+          device: The kind of device. Default: the kind of JAX's default device.
         """
         policy = self.policy(model_config)
         device = device_kind() if device is None else device
@@ -199,21 +198,20 @@ class Auto:
         is_spread: bool = False,
         cache: Cache | None = None,
     ) -> Choice:
-        """The policy and the phase to run with.
+        """Returns the policy and the phase to run with.
 
         Args:
           model_config: Configuration of the model.
           batch: Number of sequences.
-          tokens: Number of tokens of each sequence before decoding, including padding: those of the
-            prompt and those in the cache.
-          max_new_tokens: Maximum number of tokens to generate. Half of it is added to `tokens` to
-            decide about decode, because a decode step has that many more tokens before it on
-            average.
-          phase: Where the sparse policy may be sparse: `"both"`, `"prefill"` or `"decode"`.
+          tokens: Number of tokens of each sequence before decoding, including padding: the prompt's
+            tokens and the tokens in the cache.
+          max_new_tokens: Maximum number of tokens to generate. The choice for decode adds half of
+            it to `tokens`, because that is the average number of new tokens before a decode step.
+          phase: Phase in which the policy may be sparse: `"both"`, `"prefill"` or `"decode"`.
           is_spread: Whether the model is on several devices, for which there are no measurements.
           cache: The cache that the call continues, if any. If it has statistics, the policy stays
-            sparse: in the phases where that is no slower, or in all if there are none. If it has
-            none that the policy could select by, attention is dense.
+            sparse in the phases where that is no slower, or in all its phases if it is slower in
+            all. If the policy needs statistics and the cache has none, attention is dense.
 
         Returns:
           A `Choice`. Its `policy` and `phase` are arguments of `generate`, `init_cache`, `prefill`
@@ -266,29 +264,29 @@ class Auto:
 
 
 def recommended_policy(model_config: ModelConfig) -> Policy:
-    """The recommended policy, with the model's plan if it has one.
+    """Returns the recommended policy, with the model's plan if it has one.
 
     Args:
       model_config: Configuration of the model.
 
     Raises:
-      ValueError: If it is not a `ModelConfig`.
+      ValueError: If `model_config` is not a `ModelConfig`.
     """
     check_model_config(model_config)
     return RecommendedConfig(plan=model_config.plan)
 
 
 def default_policy(model_config: ModelConfig) -> "Policy | Auto":
-    """What a call without a policy gets: the recommended one.
+    """Returns the policy of a call without one: the recommended policy, or an `Auto` of it.
 
-    On NVIDIA GPUs of which the package has no measurements it is an `Auto` of it, so that attention
-    is sparse only where it is expected to pay.
+    The `Auto` is for NVIDIA GPUs without measurements in the package, so that attention is sparse
+    only where it is expected to be faster.
 
     Args:
       model_config: Configuration of the model.
 
     Raises:
-      ValueError: If it is not a `ModelConfig`.
+      ValueError: If `model_config` is not a `ModelConfig`.
     """
     policy = recommended_policy(model_config)
     is_measured = any(one.device == device_kind() for one in read_break_evens())
@@ -296,13 +294,13 @@ def default_policy(model_config: ModelConfig) -> "Policy | Auto":
 
 
 def check_policy_or_auto(policy: Any) -> None:
-    """Raises a ValueError unless something is a policy or an `Auto`."""
+    """Raises a ValueError unless `policy` is a policy or an `Auto`."""
     if not isinstance(policy, Auto):
         check_policy(policy)
 
 
 def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
-    """The reason why a phase is sparse or dense, in words."""
+    """Says in words why a phase is sparse or dense."""
     if isinstance(found, str):
         return found
     where = f"{found.device}, {found.policy}, density {found.density:g}, batch {found.batch}"
@@ -317,6 +315,6 @@ def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
 
 @functools.cache
 def read_break_evens() -> tuple[BreakEven, ...]:
-    """The break-evens that come with the package."""
+    """Reads the break-evens that come with the package."""
     rows: list[dict[str, Any]] = json.loads(_TABLE.read_text(encoding="utf-8"))["rows"]
     return tuple(BreakEven(**row) for row in rows)

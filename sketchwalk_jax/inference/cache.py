@@ -23,7 +23,7 @@ from sketchwalk_jax.validation import check_dtype, check_integer, is_known
 class Density:
     """Measured density: attended (query, key) pairs over all causal pairs, dense layers included.
 
-    The counts are kept per phase, layer and sequence, all in float32.
+    The counts are float32, per phase, layer and sequence.
 
     Attributes:
       prefill_pairs: Pairs attended to in prefill, `[L, B]` (mean over heads).
@@ -39,13 +39,13 @@ class Density:
 
     @classmethod
     def zeros(cls, num_layers: int, batch: int) -> "Density":
-        """Counts of zero."""
-        # Four buffers of their own: the cache that holds them is donated.
+        """Returns counts of zero."""
+        # Each field gets a buffer of its own: one buffer cannot be donated twice.
         shapes = ((num_layers, batch), (batch,), (num_layers, batch), (batch,))
         return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
 
     def add(self, phase: str, pairs: Float[Array, "L B"], causal: Float[Array, "B"]) -> "Density":
-        """Returns the counts with those of one call added to `phase`, `"prefill"` or `"decode"`."""
+        """Adds the counts of one call to `phase`, `"prefill"` or `"decode"`."""
         old = getattr(self, f"{phase}_pairs"), getattr(self, f"{phase}_causal")
         new = {f"{phase}_pairs": old[0] + pairs, f"{phase}_causal": old[1] + causal}
         return dataclasses.replace(self, **new)
@@ -71,19 +71,19 @@ class Density:
 @register
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What decoding needs of the tokens so far. Layers are stacked on the leading axis.
+    """The state that decoding needs of earlier tokens. Layers are stacked on the leading axis.
 
     Attributes:
       key: Keys after rotary embedding, `[L, B, S, K, H]`. `S` is the capacity in tokens. On a mesh
-        with a `sequence` axis, the blocks of one rank come before those of the next
+        with a `sequence` axis, all blocks of one rank come before the blocks of the next rank
         (`policies.ranks.Blocks`).
       value: Values, `[L, B, S, K, H]`.
-      statistics: What the policy keeps of the tokens, to select blocks by. Every leaf has a leading
-        axis of sparse layers.
+      statistics: The policy's statistics of the tokens, from which it selects blocks. Every leaf
+        has a leading axis of sparse layers.
       lengths: Number of tokens of each sequence, int32 `[B]`.
       density: Pairs attended to so far, and all causal pairs.
-      made_for: Which policy and layers the statistics are for, from `made_for`. Empty if there are
-        no statistics.
+      made_for: The policy and layers that the statistics belong to, from `made_for`. Empty if there
+        are no statistics.
     """
 
     key: Float[Array, "L B S K H"]
@@ -99,7 +99,7 @@ class Cache:
         return self.key.shape[2]
 
     def __repr__(self) -> str:
-        """What the cache holds, in one line, without printing arrays."""
+        """Describes the contents in one line, without printing arrays."""
         try:
             num_layers, batch, capacity = self.key.shape[:3]
             size = show_bytes(num_bytes(self))
@@ -107,12 +107,12 @@ class Cache:
             owner = self.made_for[1] if self.made_for else "none"
             lengths = show_numbers(self.lengths)
             return f"Cache({said}, {size}, lengths={lengths}, statistics of {owner})"
-        except (AttributeError, TypeError, ValueError):  # leaves that are no arrays, as JAX makes
+        except (AttributeError, TypeError, ValueError):  # JAX may put other leaves in
             return "Cache(...)"
 
 
 def show_numbers(x: Any) -> str:
-    """A few numbers of an array for a `repr`: the values if known, else dtype and shape."""
+    """Shows a small array in a `repr`: its values if they are known, else dtype and shape."""
     if is_known(x) and np.size(x) <= 16:
         numbers = np.asarray(x)
         is_whole = numbers.dtype.kind in "biu"
@@ -122,10 +122,9 @@ def show_numbers(x: Any) -> str:
 
 
 def made_for(statistics: Any, model_config: ModelConfig, policy: Policy) -> tuple[Any, ...]:
-    """What statistics are for: sparse layers, policy, and the fields that change their meaning.
+    """Identifies statistics: sparse layers, policy, and the fields that change their meaning.
 
-    If these and the shapes of the arrays are the same for two caches, their statistics have the
-    same meaning.
+    The statistics of two caches have the same meaning if these values and the arrays' shapes agree.
     """
     if not jax.tree.leaves(statistics):
         return ()
@@ -133,7 +132,7 @@ def made_for(statistics: Any, model_config: ModelConfig, policy: Policy) -> tupl
 
 
 def sparse_layers(model_config: ModelConfig, policy: Policy) -> tuple[int, ...]:
-    """The layers in which a policy selects, in order; empty if it never selects."""
+    """Returns the layers in which a policy selects, in order; empty if it never selects."""
     layers = range(model_config.num_layers) if policy.phases else ()
     return tuple(layer for layer in layers if not policy.is_dense(layer))
 
@@ -147,7 +146,7 @@ def empty_cache(
     dtype: DTypeLike | None = None,
     sharding: jax.sharding.Sharding | Placement | None = None,
 ) -> Cache:
-    """An empty cache for a policy; `init_cache`, which has a default for it, explains the rest."""
+    """Makes an empty cache for a policy. `init_cache` explains the arguments."""
     check_model_config(model_config)
     check_policy(policy)
     check_integer("batch", batch)
@@ -201,19 +200,19 @@ def spread_cache(cache: Cache, placement: Placement | None, policy: Policy) -> C
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLayout:
-    """Where the columns of the prompts are placed when the prompts are read chunk by chunk.
+    """The placement of the prompts' columns when the prompts are read chunk by chunk.
 
-    Columns are moved so that the first column of the first chunk is at a block boundary. If the
-    cache ends inside a block, the first chunk begins with padding. A new column `j` of sequence `b`
+    Columns are moved so that the first chunk starts at a block boundary. If the cache ends inside a
+    block, the first chunk begins with padding. New column `j` of sequence `b`
     is column `j - shift[b]` of its prompt.
 
     Attributes:
       num_chunks: Number of chunks.
       chunk_size: Tokens per chunk, a multiple of the block size.
       shift: Number of columns by which each sequence is moved, int32 `[B]`.
-      source: Which column of the prompts is moved to each new one, int32
-        `[B, num_chunks · chunk_size]`; any column where it is padding.
-      valid: Which new columns are tokens of the sequences.
+      source: The prompt column that is moved to each new column, int32
+        `[B, num_chunks · chunk_size]`; any column for padding.
+      valid: Whether each new column is a token of its sequence.
     """
 
     num_chunks: int
@@ -235,8 +234,8 @@ def chunk_layout(
 ) -> ChunkLayout:
     """Lays prompts of `num_tokens` columns out after the `used` tokens that the cache holds.
 
-    A fresh cache holds none. Each of `num_pieces` pieces of a chunk has the same number of whole
-    blocks.
+    A fresh cache holds no tokens. Each chunk has `num_pieces` pieces, all with the same number of
+    whole blocks.
     """
     shift = jnp.zeros(lengths.shape, jnp.int32) if is_fresh else used % block_size
     reach = num_tokens if is_fresh else num_tokens + block_size - 1
@@ -264,12 +263,11 @@ def write_layer(
       new: Keys or values of the span's tokens.
       layer: Index of the layer.
       start: Position of column 0, `span.start(block_size)`. `None` means 0 for every sequence. The
-        padding is then written too: it is beyond the sequence's length, where any values are
-        allowed.
+        padding is then written too, but beyond the sequence's length, where any values are allowed.
       span: The tokens. Columns that are not valid are not written.
 
     Returns:
-      The buffer. Positions beyond its capacity are dropped.
+      The buffer. Tokens at positions beyond its capacity are dropped.
     """
     if start is None:
         return jax.lax.dynamic_update_slice_in_dim(buffer, new[None], layer, axis=0)
@@ -282,7 +280,7 @@ def write_layer(
     extent = (1, 1, width, *buffer.shape[3:])
 
     def write_one(index: Int[Array, ""], buffer: Array) -> Array:
-        # A window that would reach beyond the end is moved back, and its content moved forward.
+        # `dynamic_slice` would clamp a window beyond the end: move it back, its content forward.
         begin = jnp.minimum(start[index], capacity - width)
         ahead = start[index] - begin
         place = start_indices(layer, index, begin, 0, 0)

@@ -1,11 +1,11 @@
-"""Attention of one layer inside inference: write the cache, observe, select, attend.
+"""Attention of one layer in inference: write the cache, update statistics, select, attend.
 
-`layer_attention` builds the callback that `run_layers` calls, for the tokens of a prompt and for a
-decoded one alike. Its state is `(cache, walk)`, and its per-layer output the pairs attended to and,
-on request, the selection.
+`layer_attention` builds the callback that `run_layers` calls, both for prompts and for decoded
+tokens. The callback's state is `(cache, walk)`. Its output per layer is the number of attended
+pairs and, on request, the selection.
 
-On a mesh every rank does so with its own sequences, heads and rows; `exchange` says what it needs
-of the others.
+On a mesh every rank runs the callback with its own sequences, heads and query blocks; `exchange`
+fetches what it needs from other ranks.
 """
 
 import dataclasses
@@ -52,13 +52,14 @@ class LayerSettings:
 
     Attributes:
       policy: The policy.
-      phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+      phase: Phase with sparse attention: `"both"`, `"prefill"` or `"decode"`.
       scale: Factor of the attention scores, or `None` for `1 / sqrt(H)`.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes, or `None` for the defaults.
       return_selection: Whether the selected blocks are returned.
-      placement: Where the model lies on a mesh, or `None` on one device.
-      on_one_device: Whether the model is known to lie on one device: the only one, unless told.
+      placement: Placement of the model on a mesh, or `None` on one device.
+      on_one_device: Whether the model is known to be on one device. Default: whether JAX has only
+        one.
 
     Raises:
       ValueError: If an option is unknown, or two contradict each other.
@@ -93,19 +94,20 @@ class LayerSettings:
             )
 
     def selects_in(self, phase: str) -> bool:
-        """Whether sparse layers select blocks in this phase; the other phase is dense."""
+        """Whether sparse layers select blocks in this phase. If not, they are dense in it."""
         return self.phase in ("both", phase) and phase in self.policy.phases
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """How queries attend, as `choose_attention` takes it."""
+        """The options of `choose_attention`."""
         names = ("scale", "implementation", "kernel_config")
         return {name: getattr(self, name) for name in names}
 
     def _row_kernels(self, what: str) -> KernelConfig | None:
-        """What kernels for one token may run with, or `None` where XLA does without.
+        """Settings of kernels for one token, or `None` to use XLA.
 
-        They take weights and caches that are all here, or of which a placement says what is.
+        These kernels need all weights and caches on this device, or a placement that says how they
+        are spread.
         """
         given = self.implementation, self.kernel_config
         if self.placement is not None:
@@ -114,12 +116,12 @@ class LayerSettings:
 
     @property
     def token_kernels(self) -> KernelConfig | None:
-        """What kernels that write and observe a token may run with, or `None` for XLA."""
+        """Settings of kernels that write a token and update statistics; `None` for XLA."""
         return self._row_kernels(self.policy.token_kernels)
 
     @property
     def multiply_rows(self) -> Multiply | None:
-        """How few rows are multiplied with weights, or `None` where XLA multiplies matrices."""
+        """The decode matmul: multiplies few rows with weights. `None` to use XLA's matmul."""
         kernel_config = self._row_kernels("linear layers")
         if kernel_config is None:
             is_alone = self.placement is None and self.on_one_device
@@ -132,9 +134,9 @@ class LayerSettings:
 
     @property
     def swiglu_quantize(self) -> SwigluQuantize | None:
-        """What stands between the mlp's float8 products of a prompt, or `None` for XLA.
+        """The mlp's step between two float8 matmuls of a prompt, or `None` to use XLA.
 
-        Where ranks share the columns of a row, none knows the row's largest number.
+        If ranks share the columns of a row, no rank knows the row's maximum, so XLA is used.
         """
         kernel_config = self._row_kernels("float8 SwiGLU")
         if kernel_config is None:
@@ -148,7 +150,7 @@ class LayerSettings:
         )
 
     def selection_kernels(self, phase: str) -> KernelConfig | None:
-        """What policies may run their kernels with in a phase, or `None` where they use XLA."""
+        """Settings of the policy's kernels in a phase, or `None` to use XLA."""
         policy = self.policy
         what = policy.token_kernels if phase == "decode" else policy.prompt_kernels
         return selection_kernels(self.implementation, self.kernel_config, what=what)
@@ -156,7 +158,7 @@ class LayerSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(LayerSettings):
-    """Everything static about a call to the model; hashable, one compiled program each.
+    """Everything static about a call to the model; hashable. Each value compiles one program.
 
     Attributes:
       model_config: The model.
@@ -185,12 +187,12 @@ class Settings(LayerSettings):
 def attention_by_layer(
     make: Callable[..., Attend], settings: Settings
 ) -> list[tuple[range, Attend]]:
-    """Runs of layers that attend alike, each with its attention, as `run_layers` takes.
+    """Groups consecutive layers that attend alike, each group with its attention, for `run_layers`.
 
     Args:
-      make: `(is_sparse, first_sparse, policy) -> attend`. In a run of sparse layers, `layer -
-        first_sparse` is the index of a layer among all sparse ones; `policy` is the policy as it
-        selects in them.
+      make: `(is_sparse, first_sparse, policy) -> attend`. In a group of sparse layers, `layer -
+        first_sparse` is a layer's index among all sparse layers, and `policy` is the policy with
+        these layers' settings.
       settings: Static settings.
     """
     model_config, policy = settings.model_config, settings.policy
@@ -214,7 +216,7 @@ def attention_by_layer(
 def join_layers(
     found: Sequence[tuple[Float[Array, "_ B"], PyTree]],
 ) -> tuple[Float[Array, "L B"], PyTree]:
-    """Pairs of all layers, and what the sparse ones selected (`None` if nothing was kept)."""
+    """Concatenates all layers' pairs and sparse layers' selections (`None` if none was kept)."""
     kept = [selection for _, selection in found if selection is not None]
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept) if kept else None
     return jnp.concatenate([pairs for pairs, _ in found]), joined
@@ -261,15 +263,15 @@ def write_and_observe(
       cache: The cache.
       tokens: The span's tokens.
       layer: The layer.
-      index: Its index among the sparse ones; `None` where it keeps no statistics.
-      exchange: Which of the tokens this rank's cache holds, and the policy.
+      index: Index of the layer among the sparse layers; `None` if it has no statistics.
+      exchange: Gives the tokens that this rank's cache stores, and the policy.
       settings: Static settings.
 
     Returns:
       The cache, and the layer's statistics.
     """
     policy, span = exchange.policy, exchange.span
-    # Of a token, each launch takes longer than what it does.
+    # For one token, launching a kernel takes longer than its work: write and update in one launch.
     kernel_config = settings.token_kernels if span.is_token else None
     place, start, key, value = exchange.held(tokens, cache.capacity)
     write = TokenWrite(value, cache.key, cache.value, layer)
@@ -318,16 +320,16 @@ def layer_attention(
     policy: Policy,
     settings: LayerSettings,
 ) -> Attend:
-    """Attention of the span's tokens: those of a prompt, or one of each sequence.
+    """Builds the attention of the span's tokens: whole prompts, or one token of each sequence.
 
-    Tokens that are not valid (padding, sequences that have ended) leave no trace.
+    Invalid tokens (padding, sequences that have ended) change neither cache nor statistics.
 
     Args:
       span: The tokens.
       is_fresh: Whether every sequence starts at position 0.
-      is_sparse: Whether these layers belong to the policy (its dense ones do not).
-      first_sparse: What a layer's index among the sparse ones counts from.
-      policy: The policy as it selects in these layers.
+      is_sparse: Whether the policy selects in these layers (its dense layers attend to everything).
+      first_sparse: Offset to subtract from a layer's index to get its index among sparse layers.
+      policy: The policy with these layers' settings.
       settings: Static settings.
     """
     size, options = policy.block_size, settings.attention_options

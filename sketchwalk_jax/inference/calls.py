@@ -1,8 +1,8 @@
-"""Checks of a call to the model: parameters, cache and tokens, against model and policy.
+"""Checks of a call's arguments: parameters, cache and tokens, against model and policy.
 
-Made once for each call, before tracing. They compare shapes and dtypes, which are known under a
-`jit` of the caller's too; values are looked at where they are known, and they are few: token ids,
-lengths, and how full a cache is.
+They run once per call, before tracing. They compare shapes and dtypes, which are known even under
+the caller's `jit`. Of values they read only a few, if known: token ids, lengths, and how full a
+cache is.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ PyTree = Any
 
 
 def check_model(params: PyTree, cache: Cache | None, model_config: ModelConfig) -> None:
-    """Checks parameters against the model, and the cache's dtype against that of parameters.
+    """Checks parameters against the model, and the cache's dtype against the parameters' dtype.
 
     Args:
       params: Parameter tree.
@@ -40,7 +40,7 @@ def check_model(params: PyTree, cache: Cache | None, model_config: ModelConfig) 
       model_config: The model.
 
     Raises:
-      ValueError: If arrays are missing, unknown, of another shape or dtype.
+      ValueError: If arrays are missing or unknown, or have another shape or dtype.
     """
     check_runs(params, model_config)
     check_auto_axes("params", params)
@@ -61,7 +61,7 @@ def cache_bytes(
     dtype: str,
     placement: Placement | None = None,
 ) -> int:
-    """Bytes of a cache on all devices, without allocating it."""
+    """Counts the bytes of a cache on all devices, without allocating it."""
     _, _, arrays = _layout(model_config, policy, batch, max_tokens, dtype, placement)
     return sum(math.prod(shape) * own.itemsize for _, shape, own in arrays)
 
@@ -75,7 +75,7 @@ def _layout(
     dtype: str,
     placement: Placement | None,
 ) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, tuple[int, ...], Any], ...]]:
-    """Structure of a cache, its `made_for`, and name, shape and dtype of each of its arrays."""
+    """Returns a cache's structure, its `made_for`, and each array's name, shape and dtype."""
     sizes: dict[str, Any] = {"batch": batch, "max_tokens": max_tokens, "dtype": dtype}
     make = functools.partial(empty_cache, model_config, policy, **sizes, sharding=placement)
     shapes = jax.eval_shape(make)
@@ -86,13 +86,13 @@ def _layout(
 
 
 def check_unused(cache: Any) -> None:
-    """Raises unless something is a cache whose arrays are there.
+    """Raises unless `cache` is a cache whose arrays still exist.
 
     Args:
       cache: The cache.
 
     Raises:
-      ValueError: If it is something else, or was used before.
+      ValueError: If it is no cache, or an earlier call has consumed its arrays.
     """
     if not isinstance(cache, Cache):
         raise ValueError(
@@ -115,17 +115,17 @@ def check_cache(
     policy: Policy,
     placement: Placement | None = None,
 ) -> None:
-    """Raises unless a cache is one of `init_cache` for this model, policy and batch.
+    """Raises unless `cache` comes from `init_cache` for this model, policy and batch.
 
     Args:
       cache: The cache.
-      batch: Sequences of the call.
+      batch: Number of sequences in the call.
       model_config: The model.
       policy: The policy.
-      placement: Where the model lies on a mesh, if it does.
+      placement: Placement of the model on a mesh, if it is on one.
 
     Raises:
-      ValueError: If it was used before, or is of another model, policy, batch or mesh.
+      ValueError: If it was used before, or belongs to another model, policy, batch or mesh.
     """
     check_unused(cache)
     leaves, structure = jax.tree.flatten(cache)
@@ -173,10 +173,10 @@ def _says(what: tuple[Any, ...]) -> str:
 
 
 def tokens_used(cache: Cache | None) -> int:
-    """Tokens of the longest sequence in a cache; 0 where that is unknown, as under `jit`."""
+    """Number of tokens of the longest sequence in a cache; 0 if unknown, as under `jit`."""
     if cache is None or not is_known(cache.lengths):
         return 0
-    return int(np.asarray(cache.lengths).max())  # NumPy's: under jit, JAX's would be traced
+    return int(np.asarray(cache.lengths).max())  # `jnp.max` would be traced under `jit`
 
 
 def check_prompt(tokens: Any, lengths: Any, model_config: ModelConfig) -> Int[Array, "B"]:
@@ -184,14 +184,14 @@ def check_prompt(tokens: Any, lengths: Any, model_config: ModelConfig) -> Int[Ar
 
     Args:
       tokens: Prompts, right-padded.
-      lengths: Tokens of each, or `None` for all.
+      lengths: Number of tokens of each prompt, or `None` for all columns.
       model_config: The model.
 
     Returns:
       The lengths as an int32 array.
 
     Raises:
-      ValueError: If something does not fit.
+      ValueError: If tokens, lengths and vocabulary do not fit together.
     """
     check_integers("tokens", tokens, "[B, T]", 2)
     check_auto_axes("tokens and lengths", (tokens, lengths))
@@ -205,7 +205,7 @@ def check_prompt(tokens: Any, lengths: Any, model_config: ModelConfig) -> Int[Ar
 
 
 def check_room(cache: Cache, tokens: Any, lengths: Any) -> None:
-    """Raises where a checked cache has no room for checked prompts, as far as that is known."""
+    """Raises if a checked cache is known to have no room for checked prompts."""
     used, longest = tokens_used(cache), tokens.shape[1]
     if lengths is not None and is_known(lengths):
         longest = int(np.asarray(lengths).max())
@@ -217,12 +217,12 @@ def check_room(cache: Cache, tokens: Any, lengths: Any) -> None:
 
 
 def prompt_rows(tokens: Any, lengths: Any, cache: Cache | None, block_size: int) -> int | None:
-    """Rows of blocks that the longest prompt touches behind a cache; None where that is unknown.
+    """Number of blocks that the longest prompt touches after the cache; `None` if unknown.
 
     Args:
       tokens: Prompts.
-      lengths: Tokens of each.
-      cache: What they stand behind, if anything.
+      lengths: Number of tokens of each prompt.
+      cache: The cache that the prompts continue, if any.
       block_size: Tokens per block.
     """
     if cache is not None and not is_known(cache.lengths):
@@ -233,7 +233,7 @@ def prompt_rows(tokens: Any, lengths: Any, cache: Cache | None, block_size: int)
 
 
 def first_rows(selection: BlockSelection | None, num_rows: int | None) -> BlockSelection | None:
-    """A selection of stacked layers with its first rows alone; all where `num_rows` is None."""
+    """Keeps the first `num_rows` query blocks of a stacked selection; `None` keeps all."""
     if selection is None or num_rows is None or num_rows >= selection.counts.shape[3]:
         return selection
     return dataclasses.replace(
@@ -257,10 +257,10 @@ def check_token(
       cache: The cache so far.
       model_config: The model.
       policy: The policy.
-      placement: Where the model lies on a mesh, if it does.
+      placement: Placement of the model on a mesh, if it is on one.
 
     Raises:
-      ValueError: If something does not fit.
+      ValueError: If tokens, cache and vocabulary do not fit together.
     """
     check_integers("tokens", tokens, "[B]", 1)
     check_auto_axes("tokens", tokens)

@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, for the next process that needs them."""
+"""Keeps compiled programs on disk, for the next process that needs them."""
 
 import functools
 import os
@@ -12,9 +12,9 @@ def keep_compiled_programs() -> None:
 
     This turns on JAX's persistent compilation cache for every program that the process compiles
     from then on. If you have already configured that cache, your settings stay. The first call of
-    `generate`, `stream`, `prefill`, `decode_step` or `forward` calls this function by itself, and
-    so does the command line. Importing the package changes no setting of JAX. Call this function
-    earlier to keep what is compiled before.
+    `generate`, `stream`, `prefill`, `decode_step` or `forward` calls this function, and so does the
+    command line. Importing the package changes no setting of JAX. Call this function earlier to
+    keep programs that are compiled before.
 
     The folder is `sketchwalk-jax/compiled` in `$XDG_CACHE_HOME`, or else in `~/.cache`. You may
     delete it at any time. If it cannot be written, nothing is kept. `JAX_COMPILATION_CACHE_DIR`
@@ -43,4 +43,4 @@ def keep_compiled_programs() -> None:
 
 
 keep_by_default = functools.cache(keep_compiled_programs)
-"""Keeps programs once in a process; later changes of JAX's settings stay."""
+"""Calls `keep_compiled_programs` once per process; later changes of JAX's settings stay."""

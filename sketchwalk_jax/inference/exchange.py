@@ -1,13 +1,13 @@
-"""The one seam between a layer's attention and a mesh: what ranks give each other.
+"""Data exchange between the ranks of a mesh for one layer's attention.
 
-`cached_layer` writes, observes, selects and attends. Wherever a step needs what another rank has,
-or concerns a rank's own part alone, it asks an `Exchange`: on one device that passes on what it
-gets, and `MeshExchange` calls the collectives. `exchanging` hands over from the rest of the model,
-which XLA partitions, to ranks: each calls the same attention with its own sequences, heads and
-rows, under `jax.shard_map`.
+`cached_layer` writes, updates statistics, selects and attends. If a step needs data of another
+rank, or only a rank's own part, it asks an `Exchange`. On one device `Exchange` returns its inputs;
+on a mesh `MeshExchange` calls the collectives. XLA partitions the rest of the model; `exchanging`
+moves from there to ranks: under `jax.shard_map`, each rank calls the same attention with its own
+sequences, heads and query blocks.
 
-What a policy sees of other ranks it says itself (`Policy.heads_on_mesh`, `Policy.blocks_on_mesh`);
-`policies.ranks` has the collectives, and `sharding` what they send.
+A policy states which data of other ranks it sees (`Policy.heads_on_mesh`, `Policy.blocks_on_mesh`).
+`policies.ranks` has the collectives; `sharding` has the shardings of their operands.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ PyTree = Any
 
 
 class Tokens(NamedTuple):
-    """The span's tokens in one layer, as a rank has them.
+    """The span's tokens in one layer, as one rank has them.
 
     Attributes:
-      query: Its own queries.
-      key: Keys of all tokens of the span, in its own heads.
-      value: Their values.
+      query: The rank's own queries.
+      key: Keys of all tokens of the span, in the rank's own heads.
+      value: Values of these tokens and heads.
       seen_query: Queries that the policy sees.
-      seen_key: Keys that it sees.
-      before: Keys and values of the layer in the caches of all ranks, `[1, B, S, K, H]`, where a
+      seen_key: Keys that the policy sees.
+      before: Keys and values of the layer in the caches of all ranks, `[1, B, S, K, H]`, if a
         rank's queries attend to more than its own cache has.
     """
 
@@ -51,14 +51,14 @@ class Tokens(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows of the span that follow one another, for which a policy is asked at once.
+    """Consecutive query blocks of the span, for which the policy selects in one call.
 
     Attributes:
       span: Their tokens.
-      start: Position of the first one; `None` for 0.
+      start: Position of the first token; `None` for 0.
       query: Their queries.
       seen_query: Queries that the policy sees.
-      walk: Their walk.
+      walk: Their part of the walk.
     """
 
     span: Span
@@ -68,19 +68,19 @@ class Piece(NamedTuple):
     walk: PyTree
 
 
-# What attention of a piece gives: output, walk, pairs, and the lists to return.
+# Result of a piece's attention: output, walk, attended pairs, and the selection to return.
 Found = tuple[Array, PyTree, Array, BlockSelection | None]
 Shared = tuple[BlockSelection, BlockSelection | None, Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One device has everything: nothing is exchanged.
+    """The exchange on one device, which has everything: each method returns its inputs.
 
     Attributes:
       span: The tokens.
       policy: The policy.
-      start: Position of column 0 of the call's arrays, as `write_layer` takes it: `None` for 0.
+      start: Position of column 0 of the call's arrays, as in `write_layer`; `None` for 0.
     """
 
     span: Span
@@ -88,55 +88,55 @@ class Exchange:
     start: Int[Array, "B"] | None
 
     def gather(self, query: Array, key: Array, value: Array, cache: Cache, layer: Array) -> Tokens:
-        """What this rank needs of all tokens, before they are written."""
+        """Gets the data of other ranks that this layer needs, before the tokens are written."""
         return Tokens(query, key, value, query, key)
 
     def held(self, tokens: Tokens, capacity: int) -> tuple[Span, Array | None, Array, Array]:
-        """What this rank's cache holds of the span: its place there, its start, keys, values."""
+        """Takes the span's tokens that this rank's cache stores: span, start, keys and values."""
         return self.span, self.start, tokens.key, tokens.value
 
     def attended(self, cache: Cache, tokens: Tokens, layer: Array) -> tuple[Array, Array, Array]:
-        """Keys and values that queries attend to, and the layer among them; all are written."""
+        """Returns written keys and values to attend to, and the layer's index in them."""
         return cache.key, cache.value, layer
 
     def pieces(self, tokens: Tokens, walk: PyTree) -> list[Piece]:
-        """The rows of this rank, divided into those that follow one another."""
+        """Divides this rank's query blocks into pieces of consecutive blocks."""
         return [Piece(self.span, self.start, tokens.query, tokens.seen_query, walk)]
 
     def seen_cache(self, keys: Array) -> Array:
-        """The cache of keys that the policy sees."""
+        """Returns the cached keys that the policy sees."""
         return keys
 
     def share(self, lists: BlockSelection, kept: BlockSelection | None, pairs: Array) -> Shared:
-        """Lists of this rank's heads; lists to return, and pairs as a mean, of all heads."""
+        """Selects this rank's heads in `lists`; gathers all heads' `kept`; averages `pairs`."""
         return lists, kept, pairs
 
     def narrow(
         self, piece: Piece, lists: BlockSelection | None, capacity: int
     ) -> tuple[Piece, BlockSelection | None, bool]:
-        """What this rank attends to of a piece's keys, and whether that is merged with others'."""
+        """Restricts a piece to this rank's keys; says whether ranks must merge outputs."""
         return piece, lists, False
 
     def merge(self, out: Any) -> Array:
-        """Attention to all keys, from what attention to this rank's gave."""
+        """Combines the ranks' outputs, each over the keys of one rank."""
         return out[0] if isinstance(out, tuple) else out
 
     def join(self, found: Sequence[Found]) -> Found:
-        """What was found for the pieces, put together; pairs are those of all rows."""
+        """Joins the results of the pieces; the pairs are sums over all query blocks."""
         (only,) = found
         return only
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshExchange(Exchange):
-    """A rank has some sequences, the heads of `span.heads`, and the rows of `span.blocks`.
+    """A rank has some sequences, the heads of `span.heads`, and the query blocks of `span.blocks`.
 
-    Where ranks share the blocks of a sequence, `span` is still that of all tokens, while queries,
-    keys and values of a prompt are those of this rank's rows.
+    If ranks share the blocks of a sequence, `span` still covers all tokens, but a prompt's queries,
+    keys and values are only those of this rank's query blocks.
 
     Attributes:
-      placement: Where all lies.
-      is_sparse: Whether the layers belong to the policy.
+      placement: Placement of the model on the mesh.
+      is_sparse: Whether the policy selects in these layers.
     """
 
     placement: Placement
@@ -144,23 +144,23 @@ class MeshExchange(Exchange):
 
     @property
     def _sees_all(self) -> bool:
-        """Whether the policy sees all heads, of which this rank has some."""
+        """Whether the policy sees all heads, although this rank has only some."""
         is_shared = self.span.heads is not None and self.is_sparse
         return is_shared and self.policy.heads_on_mesh == "all"
 
     @property
     def _row_axes(self) -> PyTree:
-        """The axis of rows in every array of the walk; -1 without one."""
+        """The axis of query blocks in every array of the walk; -1 if it has none."""
         return self.placement.rows_of_walk(self.policy)
 
     def gather(self, query: Array, key: Array, value: Array, cache: Cache, layer: Array) -> Tokens:
-        """Of heads and rows of other ranks what the policy sees, and the keys of other rows.
+        """Gathers the heads and rows that the policy sees, and the keys of other ranks' rows.
 
-        Keys and values came whole if there are fewer heads of them than ranks.
+        If there are fewer key/value heads than ranks, every rank already has all of them.
         """
         heads, rows, before = self.span.heads, self.span.blocks, None
         if rows is not None and self.start is not None:
-            # Not with what is written now: so they travel while this layer computes what that is.
+            # Gather the cache before this layer writes it, so that copies overlap with computation.
             own = functools.partial(
                 rows.gather_cache, layer=layer, block_size=self.policy.block_size
             )
@@ -180,7 +180,7 @@ class MeshExchange(Exchange):
         return Tokens(query, key, value, seen_query, seen_key, before)
 
     def held(self, tokens: Tokens, capacity: int) -> tuple[Span, Array | None, Array, Array]:
-        """What this rank's cache holds of the span, of which it has every `ranks`-th block."""
+        """Takes the tokens that this rank's cache stores: every `ranks`-th block."""
         span, blocks, size = self.span, self.placement.blocks, self.policy.block_size
         if blocks is None:
             return super().held(tokens, capacity)
@@ -202,7 +202,7 @@ class MeshExchange(Exchange):
         return place, start, own(tokens.key), own(tokens.value)
 
     def attended(self, cache: Cache, tokens: Tokens, layer: Array) -> tuple[Array, Array, Array]:
-        """Keys and values of all rows of a prompt, behind those of all caches."""
+        """Returns keys and values of the whole prompt, written after the gathered caches."""
         if self.span.blocks is None:
             return super().attended(cache, tokens, layer)
         only = jnp.zeros((), jnp.int32)
@@ -212,7 +212,7 @@ class MeshExchange(Exchange):
         return write(tokens.before[0], tokens.key), write(tokens.before[1], tokens.value), only
 
     def pieces(self, tokens: Tokens, walk: PyTree) -> list[Piece]:
-        """The two stretches of rows of a prompt that are this rank's, each with its walk."""
+        """Splits this rank's query blocks into two consecutive pieces, each with its walk."""
         span, rows = self.span, self.span.blocks
         if rows is None:
             return super().pieces(tokens, walk)
@@ -237,14 +237,14 @@ class MeshExchange(Exchange):
         return list(map(Piece, spans, starts, queries, seen, walks))
 
     def seen_cache(self, keys: Array) -> Array:
-        """Keys of all heads, if the policy sees all; where blocks are shared it sees no others."""
+        """Gathers the keys of all heads if the policy sees them; not if ranks share blocks."""
         heads = self.span.heads
         if heads is None or not self._sees_all or self.placement.blocks is not None:
             return keys
         return heads.gather_keys(keys, axis=3)
 
     def share(self, lists: BlockSelection, kept: BlockSelection | None, pairs: Array) -> Shared:
-        """Takes the lists of own heads out of those of all, or gathers those to return."""
+        """Takes this rank's heads from lists of all heads, or gathers the lists to return."""
         heads, num_lists = self.span.heads, lists.ids.shape[1]
         if heads is None:
             return lists, kept, pairs
@@ -264,7 +264,7 @@ class MeshExchange(Exchange):
     def narrow(
         self, piece: Piece, lists: BlockSelection | None, capacity: int
     ) -> tuple[Piece, BlockSelection | None, bool]:
-        """Of a decoded token's keys, the blocks that this rank's cache holds."""
+        """Restricts a decoded token's keys to the blocks that this rank's cache holds."""
         blocks, size = self.placement.blocks, self.policy.block_size
         if blocks is None or not self.span.is_token:
             return piece, lists, False
@@ -274,14 +274,14 @@ class MeshExchange(Exchange):
         return piece._replace(span=own, start=own.start(size)), lists, True
 
     def merge(self, out: Any) -> Array:
-        """Puts together what ranks found for a token from the blocks that they hold."""
+        """Merges the ranks' outputs for a token, each over the blocks of one rank's cache."""
         blocks = self.placement.blocks
         if blocks is None or not self.span.is_token:
             return super().merge(out)
         return blocks.merge(*out)
 
     def join(self, found: Sequence[Found]) -> Found:
-        """Both pieces as this rank's rows; pairs of all ranks."""
+        """Joins both pieces to this rank's rows, and sums the pairs over all ranks."""
         rows = self.span.blocks
         if rows is None:
             return super().join(found)
@@ -311,17 +311,17 @@ def exchanging(
     is_sparse: bool,
     placement: Placement | None,
 ) -> Attend:
-    """Attention here, or on a mesh where every rank attends with its own part, to its cache.
+    """Returns attention for one device, or attention in which each rank of a mesh does its part.
 
-    Keys and values come whole where they have fewer heads than there are ranks.
+    If there are fewer key/value heads than ranks, every rank gets all keys and values.
 
     Args:
-      make: Gives attention for a rank's tokens.
-      span: The tokens of all.
+      make: Builds the attention of a rank's tokens.
+      span: The tokens of all ranks.
       policy: The policy.
       is_fresh: Whether every sequence starts at position 0.
-      is_sparse: Whether the layers belong to the policy.
-      placement: Where all lies; `None` for one device.
+      is_sparse: Whether the policy selects in these layers.
+      placement: Placement of the model on the mesh; `None` for one device.
     """
 
     def start(span: Span) -> Int[Array, "B"] | None:
