@@ -84,7 +84,7 @@ class Choice:
     Attributes:
       policy: The policy that chooses the key blocks of each query: the sparse policy, or `Dense()`
         if attention should be dense in both phases.
-      phase: Phase with sparse attention: `"both"`, `"prefill"` or `"decode"`.
+      phase: Phases with sparse attention: `"both"`, `"prefill"` or `"decode"`.
       reasons: The reason for each phase that had to be decided, in words.
     """
 

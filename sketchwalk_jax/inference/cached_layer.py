@@ -52,7 +52,7 @@ class LayerSettings:
 
     Attributes:
       policy: The policy.
-      phase: Phase with sparse attention: `"both"`, `"prefill"` or `"decode"`.
+      phase: Phases with sparse attention: `"both"`, `"prefill"` or `"decode"`.
       scale: Factor of the attention scores, or `None` for `1 / sqrt(H)`.
       implementation: Attention implementation, or `None` to choose.
       kernel_config: Tile sizes, or `None` for the defaults.

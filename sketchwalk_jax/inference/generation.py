@@ -2,10 +2,10 @@
 
 A call to `generate` runs two compiled programs. The first reads the prompts (prefill) and returns a
 `DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs. On GPUs
-with kernels, greedy tokens of `generate` have a second program of their own.
+with kernels, `generate` decodes greedy tokens with another program, which only it uses.
 
 Recompilation is rare. The number of tokens to decode is a run-time argument of the second program,
-and the room for them is rounded up to a few sizes. `make_generate` also pads prompts to a few
+and buffers for them have one of a few sizes. `make_generate` also pads prompts to a few
 lengths.
 """
 
@@ -74,31 +74,31 @@ from sketchwalk_jax.validation import check_integer, is_known
 
 PyTree = Any
 
-# Greedy tokens of a GPU between two questions to the host. More are more tokens for nothing behind
-# the end of the last sequence.
+# Greedy decoding on a GPU asks the host whether to go on only every 4 steps. With more steps, more
+# are wasted after the last sequence has ended.
 _STEPS = 4
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What `generate` returns.
+    """The result of `generate`.
 
     Attributes:
       tokens: The new tokens, int32 `[B, max_new_tokens]`. The pad token fills the columns after the
         end of a sequence.
       lengths: Number of new tokens of each sequence, including its end-of-sequence token, int32
         `[B]`.
-      measured_density: (query, key) pairs that this call attended to, and all causal pairs, by
-        phase and layer.
+      measured_density: Counts of the (query, key) pairs that this call attended to, and of all
+        causal pairs, by phase and layer.
       cache: Cache that holds the prompts and the new tokens. Pass it to the next call to continue.
       selection: The blocks or pages, of `selection.block_size` keys, that the prompts' query blocks
         (rows) attended to, or `None` unless `return_selection` was set. Its arrays have a leading
-        axis of sparse layers. There are as many rows as the longest prompt has blocks. Rows beyond
-        the end of a shorter prompt are empty.
+        axis of sparse layers. The rows are the blocks of the longest prompt; rows beyond the end of
+        a shorter prompt are empty.
       is_finite: Whether all logits of a sequence were finite, bool `[B]`. If they were not, its
         tokens are meaningless.
-      choice: What an `Auto` chose, or `None` if a policy ran as it was.
+      choice: The choice of an `Auto`, or `None` if another policy was given.
     """
 
     tokens: Int[Array, "B U"]
@@ -110,12 +110,12 @@ class Generation:
     choice: Choice | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Sizes and outcome in one line, without the tokens."""
+        """Describes sizes and outcome in one line, without the tokens."""
         try:
             parts = {name: show_numbers(getattr(self, name)) for name in ("lengths", "is_finite")}
             parts["measured_density"] = show_numbers(self.measured_density.overall)
             tokens = f"{self.tokens.dtype}{list(self.tokens.shape)}"
-        except (AttributeError, TypeError, ValueError):  # leaves that are no arrays, as JAX makes
+        except (AttributeError, TypeError, ValueError):  # JAX may put other leaves in
             return "Generation(...)"
         more = ", ".join(f"{name}={value}" for name, value in parts.items())
         return f"Generation(tokens={tokens}, {more}, cache={self.cache!r})"
@@ -129,11 +129,11 @@ class DecodeState:
     Attributes:
       logits: Logits of the next token, float32 `[B, V]`.
       cache: Cache of all tokens before it.
-      seen: Which tokens occur in the prompt or were generated, bool `[B, V]`.
+      seen: Whether each token id occurs in the prompt or was generated, bool `[B, V]`.
       keys: One random key per sequence.
       lengths: Number of new tokens so far, int32 `[B]`.
-      is_done: Which sequences have ended, bool `[B]`.
-      is_finite: Which sequences had only finite logits so far, bool `[B]`.
+      is_done: Whether each sequence has ended, bool `[B]`.
+      is_finite: Whether all logits of each sequence were finite so far, bool `[B]`.
     """
 
     logits: Float[Array, "B V"]
@@ -188,9 +188,9 @@ def start_decoding(
 
 
 def has_greedy_program(sampling: Sampling) -> bool:
-    """Whether `generate` decodes with the program that is for greedy sequences alone.
+    """Whether `generate` decodes with the program for greedy sequences only.
 
-    Questions to the host take no time on a CPU: one program serves all settings there.
+    On a CPU, asking the host takes no time, so one program serves all sampling settings.
     """
     return sampling.is_greedy and dispatch.kernels_here() is not None
 
@@ -211,24 +211,24 @@ def decode_tokens(
 
     The returned cache holds every returned token, including the last one.
 
-    Whenever a program branches, a GPU stands still until the host has read the condition and sent
-    new work. Each token asks whether there is another one, and how to draw it. If all sequences are
-    known to be greedy, nothing is drawn, and only each fourth token asks whether there is another
-    one: up to three steps behind the last token change nothing.
+    Whenever a program branches, a GPU is idle until the host has read the condition and launched
+    new work. Each token branches on whether to go on, and on how to sample. If all sequences are
+    known to be greedy, nothing is sampled, and only every fourth token asks whether to go on: the
+    up to three steps after the last token change nothing.
 
     Args:
       params: Parameter tree.
-      state: After the prompt, or after another call.
-      sampling: How tokens are drawn.
-      limit: Most tokens of a sequence.
+      state: State after the prompt, or after another call.
+      sampling: Sampling settings.
+      limit: Maximum number of tokens of a sequence.
       num_tokens: Columns of the result.
-      eos_token_ids: Which tokens end a sequence.
-      pad_token_id: What stands behind its end.
+      eos_token_ids: Tokens that end a sequence.
+      pad_token_id: Token that fills the columns after the end of a sequence.
       settings: Static settings.
-      is_greedy: Whether the program is for greedy sequences alone.
+      is_greedy: Whether this is the program for greedy sequences only.
 
     Returns:
-      The new tokens, and the state behind them.
+      The new tokens, and the state after them.
     """
     batch, steps = state.lengths.shape[0], _STEPS if is_greedy else 1
 
@@ -250,7 +250,7 @@ def decode_tokens(
         logits, cache, _ = decode_token(
             params, token, state.cache, active=active, settings=settings
         )
-        if is_greedy:  # another call may go on with them
+        if is_greedy:  # another call may continue with these logits
             logits = jnp.where(active[:, None], logits, state.logits)
         eos = jnp.asarray(eos_token_ids, jnp.int32)
         is_end = active & jnp.any(token[:, None] == eos[None, :], axis=1)
@@ -280,8 +280,8 @@ def decode_tokens(
 def _spread_state(state: DecodeState, settings: Settings) -> DecodeState:
     """Spreads the state over a mesh; returns it unchanged on one device.
 
-    The logits, the cache and the seen tokens are spread over the ranks. The rest is a few numbers
-    per sequence. It is replicated, so that every host can read it.
+    The logits, the cache and the seen tokens are spread over the ranks. The other fields, a few
+    numbers per sequence, are replicated, so that every host can read them.
     """
     placement = settings.placement
     if placement is None:
@@ -305,19 +305,19 @@ _continue = jax.jit(
 )
 
 
-# What a call is made of: its static options, checked once, and a prompt with them.
+# The checked arguments of a call: static options, and a prompt.
 
 NOT_LOADED = object()
-"""In the place of parameters: a call is checked before they are loaded."""
+"""Stands in place of parameters to check a call before they are loaded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static about a generation: the arguments of `make_generate`, which explains them.
+    """The static arguments of a generation; `make_generate` explains them.
 
     Attributes:
-      settings: What the programs are compiled for, as far as it is known without parameters. Of an
-        `Auto`, it has the sparse policy.
+      settings: Settings to compile for, without the ones that depend on parameters. If the policy
+        is an `Auto`, they have its sparse policy.
 
     Raises:
       ValueError: If an option is unknown, or two contradict each other.
@@ -374,8 +374,8 @@ class Options:
     ) -> "Call":
         """Checks the other arguments of `generate`, which explains them, and fills in the defaults.
 
-        If `params` is `NOT_LOADED`, everything except the parameters is checked, as for one device.
-        With `to_bucket`, prompts are padded to few lengths.
+        If `params` is `NOT_LOADED`, all but the parameters is checked, as on one device. If
+        `to_bucket` is true, prompts are padded to one of a few lengths.
         """
         model_config, is_loaded = self.model_config, params is not NOT_LOADED
         placement = placement_of(params, model_config) if is_loaded else None
@@ -418,7 +418,7 @@ class Options:
                 "num_tokens": new_token_room(self.max_new_tokens),
                 "eos_token_ids": self.eos_token_ids,
                 "pad_token_id": self.pad_token_id,
-                # What only concerns prompts makes no other program.
+                # Drop prefill-only options, or decode would be recompiled.
                 "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
                 "is_greedy": is_loaded and has_greedy_program(sampling),
             },
@@ -465,7 +465,7 @@ class Options:
 
 
 def _end_tokens(given: Any, model_config: ModelConfig) -> tuple[int, ...]:
-    """The end tokens of a call. Those of the model are not checked."""
+    """Checks a call's end tokens and returns them, or the model's if none are given."""
     if given is None:
         return model_config.eos_token_ids
     if not isinstance(given, tuple | list):
@@ -486,10 +486,10 @@ class Call:
     prompt: tuple[Any, ...]  # tokens, lengths, key, cache
     sampling: Sampling
     max_new_tokens: int
-    reading: dict[str, Any]  # what is static about `_start`
-    decoding: dict[str, Any]  # what is static about `_continue`
-    num_rows: int | None  # blocks of the longest prompt, where that is known
-    choice: Choice | None  # what an `Auto` chose
+    reading: dict[str, Any]  # static arguments of `_start`
+    decoding: dict[str, Any]  # static arguments of `_continue`
+    num_rows: int | None  # number of blocks of the longest prompt, if known
+    choice: Choice | None  # the choice of an `Auto`
 
     def memory(self, params: PyTree) -> contextlib.AbstractContextManager[None]:
         """Checks that a new cache fits into the device's memory; explains a failure to allocate.
@@ -516,7 +516,7 @@ class Call:
     def result(
         self, tokens: Int[Array, "B U"], state: DecodeState, selection: BlockSelection | None
     ) -> Generation:
-        """What `generate` returns, of what the programs returned."""
+        """Makes the result of `generate` from the results of the programs."""
         return Generation(
             tokens[:, : self.max_new_tokens],
             state.lengths,
@@ -528,7 +528,7 @@ class Call:
         )
 
 
-# All tokens at once.
+# Generation of all tokens in one call.
 
 
 def generate(
@@ -555,9 +555,9 @@ def generate(
 
     The call runs two compiled programs, one for the prompts and one for decoding. Another
     `max_new_tokens` recompiles neither of them if `new_token_room(max_new_tokens)` stays the same.
-    With `max_tokens` or `cache` it never recompiles the first. `stream` shares both programs; but
-    on GPUs with kernels, greedy decoding has one of its own here. The function is pure; inside your
-    own `jit` it becomes part of that one program.
+    With `max_tokens` or `cache` it never recompiles the first. `stream` shares both programs,
+    except that greedy decoding on GPUs with kernels has its own program here. The function is pure;
+    inside your own `jit` it becomes part of that program.
 
     The results for a sequence do not depend on the other sequences in the batch. Compiled programs
     are kept on disk (see `keep_compiled_programs`), so the first call of the next session does not
@@ -567,38 +567,38 @@ def generate(
       params: Parameter tree from `load`.
       tokens: Prompts, right-padded.
       model_config: Configuration of the model, from `load`.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. Default:
-        `SketchWalkConfig.recommended(plan=model_config.plan)`, and an `Auto` of it on GPUs other
-        than Hopper that the package has no measurements of. An `Auto` chooses between a sparse
-        policy and dense attention, by the padded length of the prompts, the number of sequences and
-        the contents of the cache.
+        `SketchWalkConfig.recommended(plan=model_config.plan)`, or an `Auto` of it on GPUs without
+        measurements in the package, other than Hopper. An `Auto` chooses between a sparse policy
+        and dense attention, by the padded length of the prompts, the number of sequences and the
+        contents of the cache.
       max_new_tokens: Maximum number of tokens to generate for a sequence.
       lengths: Number of prompt tokens of each sequence. Default: all `T`.
-      sampling: How tokens are drawn. Default: greedy. New values do not recompile, except that on
-        GPUs with kernels greedy decoding has a program of its own.
+      sampling: Sampling settings. Default: greedy. New values do not recompile, except that on GPUs
+        with kernels greedy decoding has its own program.
       key: Random key, either one or one per sequence. Default: `jax.random.key(0)`.
-      eos_token_ids: Tokens that end a sequence. Default: those of the model.
+      eos_token_ids: Tokens that end a sequence. Default: the model's end tokens.
       pad_token_id: Token that fills `tokens` after the end of a sequence.
-      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a policy
-        that selects in one phase only (`policy.phases`) is dense in the other.
+      phase: Phases with sparse attention: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a
+        policy that selects in one phase only (`policy.phases`) is dense in the other phase.
       chunk_size: Number of tokens that prefill processes at a time. `None` processes the whole
         prompt at once.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       cache: Cache of an earlier call, whose sequences this call continues. It is donated: use the
         returned cache afterwards. The repetition penalty then counts the tokens of this call only.
-      max_tokens: Capacity of a new cache in tokens, to leave room for later calls. Default: what
-        this call needs, with the new tokens rounded up by `new_token_room`.
+      max_tokens: Capacity of a new cache in tokens, to leave room for later calls. Default: room
+        for this call, with the new tokens rounded up by `new_token_room`.
       return_selection: Whether to return the blocks that the prompts' query blocks attended to.
 
     Returns:
-      A `Generation`. It has the new tokens only, without the prompts.
+      A `Generation`. It has only the new tokens, without the prompts.
 
     Raises:
       ValueError: If arguments do not fit together, a prompt is longer than the model's context, or
-        the cache has no room; if the parameters or the cache are of another model, policy or dtype;
+        the cache has no room; if parameters or cache belong to another model, policy or dtype;
         if a token id is outside the vocabulary. Under `jit`, token ids are unknown and are clamped
         instead.
 
@@ -649,7 +649,7 @@ class Generate(Options):
           tokens: Prompts, right-padded, or padded on either side if `attention_mask` is given.
           lengths: Number of prompt tokens of each sequence. Default: all `T`.
           attention_mask: 1 at real tokens, as tokenizers return it; replaces `lengths`.
-          sampling: How tokens are drawn. Default: greedy.
+          sampling: Sampling settings. Default: greedy.
           key: Random key, either one or one per sequence.
           cache: Cache of an earlier call, whose sequences this call continues; donated.
 
@@ -657,7 +657,7 @@ class Generate(Options):
           A `Generation`.
 
         Raises:
-          ValueError: As `generate`.
+          ValueError: In the same cases as `generate`.
         """
         keep_by_default()
         if attention_mask is not None:
@@ -681,7 +681,7 @@ class Generate(Options):
 
 
 def _takes_what[**P, R](other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """A decorator: the function takes what another takes, and says so to `help`."""
+    """Decorator that gives a function another one's parameters, as `help` shows them."""
 
     def decorate(function: Callable[..., R]) -> Callable[P, R]:
         own = inspect.signature(function)
@@ -697,23 +697,23 @@ def make_generate(*arguments: Any, **options: Any) -> Generate:  # noqa: D417 (t
     """Returns the jitted `generate(params, tokens)` for one model and policy.
 
     Prompts are padded to a few lengths (`bucket_length`), so a prompt of another length seldom
-    recompiles. Another `max_new_tokens` shares programs as `generate` describes. Changing the
-    policy recompiles. Changing the density recompiles too, because it changes array shapes: the
-    lists of blocks have as many columns as a row may keep. Compiled programs are kept on disk, so a
-    sweep over densities compiles each program only once.
+    recompiles. Another `max_new_tokens` shares programs as `generate` describes. Another policy
+    recompiles. So does another density, because it changes array shapes: the block indices have as
+    many columns as a row may keep. Compiled programs are kept on disk, so a sweep over densities
+    compiles each program only once.
 
     Args:
       model_config: Configuration of the model, from `load`.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default: as
         in `generate`.
       max_new_tokens: Maximum number of tokens to generate for a sequence.
-      eos_token_ids: Tokens that end a sequence. Default: those of the model.
+      eos_token_ids: Tokens that end a sequence. Default: the model's end tokens.
       pad_token_id: Token that fills `tokens` after the end of a sequence.
-      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`.
+      phase: Phases with sparse attention: `"both"`, `"prefill"` or `"decode"`.
       chunk_size: Number of tokens that prefill processes at a time. `None` processes the whole
         prompt at once.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       max_tokens: Capacity of a new cache in tokens, to leave room for later calls.
@@ -730,7 +730,7 @@ def make_generate(*arguments: Any, **options: Any) -> Generate:  # noqa: D417 (t
     return Generate(*arguments, **options)
 
 
-# Tokens as they come.
+# Generation in chunks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -740,10 +740,10 @@ class StreamChunk:
     Attributes:
       tokens: The new tokens, int32 `[B, n]` on the host. The first chunk of a stream has no tokens;
         it marks the end of prefill.
-      lengths: How many of these tokens belong to each sequence, int32 `[B]` on the host.
-      is_done: Which sequences have ended, bool `[B]` on the host.
-      measured_density: (query, key) pairs attended to so far, and all causal pairs.
-      selection: The blocks that the prompts' query blocks attended to; in the first chunk only, and
+      lengths: Number of these tokens that belong to each sequence, int32 `[B]` on the host.
+      is_done: Whether each sequence has ended, bool `[B]` on the host.
+      measured_density: Counts of (query, key) pairs attended to so far, and of all causal pairs.
+      selection: The blocks that the prompts' query blocks attended to; only in the first chunk, and
         only if `return_selection` was set.
       is_finite: Whether all logits of a sequence were finite so far, bool `[B]` on the host.
     """
@@ -764,7 +764,7 @@ class Stream(Iterator[StreamChunk]):
         check_integer("every", every)
         keep_by_default()
         self._call, self._params, self._every = call, params, every
-        # What stops after every few tokens, the first one alone, does not step behind them.
+        # Streaming stops after few tokens, so it cannot use the four-step program.
         self._decoding = call.decoding | {"is_greedy": False}
         self._state: DecodeState | None = None
         self._lengths = np.zeros(len(call.prompt[0]), np.int32)
@@ -772,7 +772,7 @@ class Stream(Iterator[StreamChunk]):
 
     @property
     def choice(self) -> Choice | None:
-        """What an `Auto` chose, or `None` if a policy ran as it was."""
+        """The choice of an `Auto`, or `None` if another policy was given."""
         return self._call.choice
 
     @property
@@ -792,7 +792,7 @@ class Stream(Iterator[StreamChunk]):
             return self._chunk(no_tokens, 0, first_rows(selection, call.num_rows))
         if not self._left or self._is_done:
             raise StopIteration
-        # The first token alone, as soon as there is one.
+        # Return the first token alone, as early as possible.
         is_first = self._left == call.max_new_tokens
         count = min(1 if is_first else self._every, self._left)
         limit = jnp.asarray(count, jnp.int32)
@@ -806,7 +806,7 @@ class Stream(Iterator[StreamChunk]):
     def _chunk(self, tokens: Any, count: int, selection: BlockSelection | None) -> StreamChunk:
         assert self._state is not None
         state, before = self._state, self._lengths
-        # Copies, all at once: the next step consumes the state, its counts included.
+        # Copy everything now: the next step consumes the state with its counts.
         tokens, density, self._lengths, is_done, is_finite = jax.tree.map(
             np.array,
             jax.device_get(
@@ -823,8 +823,8 @@ def stream(
 ) -> Stream:
     """Continues every prompt and returns the tokens while they are generated.
 
-    The tokens are those of `generate`. The first chunk has no tokens and marks the end of prefill.
-    The second has one token, and each chunk after it has `every`.
+    It returns the same tokens as `generate`. The first chunk has no tokens and marks the end of
+    prefill. The second has one token, and each chunk after it has `every`.
 
     Args:
       params: Parameter tree from `load`.
@@ -836,7 +836,7 @@ def stream(
       An iterator over `StreamChunk`s. Its `cache` continues the sequences afterwards.
 
     Raises:
-      ValueError: As `generate`. It is raised by this call, before the first chunk.
+      ValueError: In the same cases as `generate`, by this call, before the first chunk.
 
     Example:
       >>> for chunk in stream(params, tokens, model_config=model_config,

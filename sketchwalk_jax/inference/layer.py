@@ -1,6 +1,6 @@
 """One attention layer for use in other codebases: `(q, k, v, walk) -> (out, walk)`.
 
-There is no cache. The layer takes the queries and keys of the whole sequence, as in training or
+The layer has no cache. It takes the queries and keys of the whole sequence, as in training or
 scoring. Carry the walk through your scan over layers.
 """
 
@@ -28,7 +28,7 @@ PyTree = Any
 def init_walk(
     batch: int, num_tokens: int, *, policy: Policy | None = None, like: PyTree = None
 ) -> WalkState:
-    """The walk before the first sparse layer, for sequences of `num_tokens` tokens.
+    """Makes the walk before the first sparse layer, for sequences of `num_tokens` tokens.
 
     Args:
       batch: Number of sequences `B`.
@@ -36,8 +36,8 @@ def init_walk(
       policy: The policy that `sketchwalk_attention` will be called with, such as
         `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
       like: Arrays that the layers compute from, such as their input and weights. They matter only
-        inside your own `jax.shard_map`: the walk varies over the same mesh axes, as the carry of a
-        scan must. Default: all axes of that `shard_map`.
+        inside your own `jax.shard_map`: the walk then varies over the same mesh axes as they do, as
+        a scan's carry must. Default: all axes of that `shard_map`.
 
     Returns:
       A `WalkState` with a layer count of zero.
@@ -57,7 +57,7 @@ def init_walk(
         (walk,) = vary_alike(walk, like=like)
     elif axes := jax.sharding.get_abstract_mesh().manual_axes:
         walk = jax.lax.pcast(walk, axes, to="varying")
-        # A layer that gets this very object starts a walk that varies as its queries do.
+        # Marks the walk, so that a layer replaces it by one that varies as the layer's queries do.
         object.__setattr__(walk, "is_new", True)
     return walk
 
@@ -83,23 +83,23 @@ def sketchwalk_attention(
 
     `policy.dense_layers` has no effect here: call `dense_attention` in layers that should stay
     dense. The recommended policy scores with the half of a head's channels that rotary embedding
-    rotates slowest. It expects that channels `d` and `d + H/2` are rotated together, as in Llama
-    and Qwen.
+    rotates most slowly. It expects that channels `d` and `d + H/2` are rotated together, as in
+    Llama and Qwen.
 
-    The output is differentiable in reverse mode with respect to queries, keys and values. The
-    selected blocks are constants: no derivative flows through the selection or the walk.
+    The output has reverse-mode derivatives with respect to queries, keys and values. The selected
+    blocks are constants: no derivative flows through the selection or the walk.
 
     Args:
       query: Queries after rotary embedding.
       key: Keys after rotary embedding.
       value: Values.
       walk: Walk from `init_walk` or from the previous sparse layer. `None` starts a walk.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`. With
         a policy that selects in decode only, attention is dense here and the walk does not change.
       lengths: Number of tokens of each right-padded sequence. Default: all `T`.
       scale: Factor of the attention scores. Default: `1 / sqrt(H)`.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 
@@ -190,7 +190,7 @@ def _one_layer(
     kernel_config: KernelConfig | None,
     selects_with: KernelConfig | None,
 ) -> tuple[Float[Array, "B T N H"], WalkState]:
-    """What `sketchwalk_attention` does after its checks; compiled once for each shape."""
+    """Runs `sketchwalk_attention` after its checks; compiled once for each shape."""
     batch, num_tokens, num_heads, head_dim = query.shape
     size = policy.block_size
     num_blocks = -(-num_tokens // size)
@@ -199,7 +199,7 @@ def _one_layer(
     columns = jnp.arange(num_blocks * size, dtype=jnp.int32)[None, :]
     first_block = jnp.zeros_like(lengths)
     span = Span(first_block, columns < lengths[:, None], lengths, lengths)
-    # What is selected, and the walk, are constants: selection kernels have no derivative.
+    # Selection and walk are constants, because selection kernels have no derivative.
     own_query, own_key, walk, span = vary_alike(*jax.lax.stop_gradient((query, key, walk, span)))
     ((selection, walk),) = select_whole(
         [policy], own_query, own_key, [walk], span=span, kernel_config=selects_with
@@ -215,7 +215,7 @@ def _one_layer(
     return attend(query, key, value)[0][:, :num_tokens], walk
 
 
-# Steps that every layer takes, with a cache or without.
+# Steps of every layer, with or without a cache.
 
 
 def select_whole(
@@ -227,15 +227,15 @@ def select_whole(
     span: Span,
     kernel_config: KernelConfig | None = None,
 ) -> list[tuple[BlockSelection, PyTree]]:
-    """What policies select for whole sequences, of which there is no cache.
+    """Selects with several policies for whole sequences, without a cache.
 
     Args:
-      policies: Policies that keep the same statistics, so that the first one's serve all.
+      policies: Policies with the same statistics, which the first policy computes for all.
       query: Queries of all tokens, in whole blocks.
       key: Their keys.
       walks: The walk of each policy.
       span: The tokens.
-      kernel_config: What the policies' kernels run with, or `None` for plain JAX.
+      kernel_config: Settings of the policies' kernels, or `None` for plain JAX.
 
     Returns:
       The lists and the next walk of each policy.
@@ -268,21 +268,21 @@ def choose_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Attention of a span's tokens to listed blocks, or to everything before them.
+    """Returns attention of a span's tokens to listed blocks, or to all earlier tokens.
 
     Args:
-      selection: The lists; `None` for everything.
+      selection: The block indices; `None` for dense attention.
       span: The tokens.
-      start: Position of the first query, `None` for 0; lists say it themselves.
+      start: Position of the first query, `None` for 0. Used for dense attention only.
       layer: Layer of stacked keys and values.
-      return_lse: Whether the log-sum-exp of the scores is wanted.
-      implementation: Attention implementation, or `None` to choose. Dense attention chooses unless
-        it is `"xla"`.
+      return_lse: Whether to return the log-sum-exp of the scores.
+      implementation: Attention implementation, or `None` to choose. For dense attention, every
+        value except `"xla"` means `None`.
       **options: Scale and tile sizes.
 
     Returns:
-      A function of queries, keys and values. It returns the output, in a tuple with its log-sum-exp
-      if that is wanted, and always for lists of a prompt.
+      A function of queries, keys and values. It returns the output, or a tuple of the output and
+      its log-sum-exp if `return_lse` is set or if a prompt attends to listed blocks.
     """
     options |= {"layer": layer, "kv_lengths": span.end, "return_lse": return_lse}
     if selection is None:

@@ -1,8 +1,7 @@
 """One attention layer with a cache: `(q, k, v, cache, walk) -> (out, cache, walk)`.
 
 `layer.sketchwalk_attention` is for whole sequences; this layer is for prompts and decoded tokens.
-It runs the code of `prefill` and `decode_step`, so its statistics and selections are the same as
-theirs.
+It runs the code of `prefill` and `decode_step`, so it computes the same statistics and selections.
 """
 
 import dataclasses
@@ -41,12 +40,12 @@ PyTree = Any
 @register
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """What one layer keeps of the tokens so far. Stack those of all layers for a `scan`.
+    """The state of one layer that decoding needs. Stack the states of all layers for a `scan`.
 
     Attributes:
       key: Keys, `[B, S, K, H]`. `S` is the capacity in tokens, a multiple of the block size.
       value: Values, `[B, S, K, H]`.
-      statistics: What the policy keeps of this layer's tokens, to select blocks by.
+      statistics: The policy's statistics of this layer's tokens, from which it selects blocks.
       lengths: Number of tokens of each sequence, int32 `[B]`.
       made_for: Name of the policy, and the fields that change the meaning of its statistics.
     """
@@ -72,7 +71,7 @@ def init_layer_cache(
     policy: Policy | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> LayerCache:
-    """An empty cache of one layer.
+    """Makes an empty cache of one layer.
 
     Args:
       batch: Number of sequences `B`.
@@ -144,13 +143,13 @@ def sketchwalk_cached_attention(
       value: Values of the new tokens.
       cache: Cache from `init_layer_cache`, or from the last call on this layer. It is donated.
       walk: Walk that this function returned in the previous sparse layer. `None` starts a walk.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; the policy that the cache was made
         for. Default: `SketchWalkConfig.recommended()`.
       lengths: Number of new tokens of each right-padded sequence. Default: all `T`. In decode, 0
         marks a sequence that has ended; it does not change.
       scale: Factor of the attention scores. Default: `1 / sqrt(H)`.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
@@ -192,7 +191,7 @@ def sketchwalk_cached_attention(
 def _check(
     query: Any, key: Any, value: Any, cache: Any, lengths: Any, policy: Policy
 ) -> Int[Array, "B"]:
-    """Raises for arguments that do not fit together; returns the lengths."""
+    """Raises if arguments do not fit together; returns the lengths."""
     if not isinstance(cache, LayerCache):
         raise ValueError(f"cache must be a LayerCache from init_layer_cache, got {describe(cache)}")
     batch, num_tokens = check_qkv(query, key, value, None)
@@ -224,7 +223,7 @@ def _check(
 def _specs(
     query: PartitionSpec, key: Any, value: Any, cache: Any, walk: Any, *_: Any, **__: Any
 ) -> tuple[Any, ...]:
-    """Those of what `_one_layer` returns: its state stays where it is."""
+    """Partition specs of the results of `_one_layer`: its state keeps its sharding."""
     whole = PartitionSpec()
     return query, cache, whole if walk is None else walk, whole
 
@@ -241,14 +240,14 @@ def _one_layer(
     *,
     settings: LayerSettings,
 ) -> tuple[Array, LayerCache, PyTree, BlockSelection | None]:
-    """What `sketchwalk_cached_attention` does after its checks; compiled once for each shape."""
+    """Runs `sketchwalk_cached_attention` after its checks; compiled once for each shape."""
     query, key, value, cache, walk, lengths = vary_alike(query, key, value, cache, walk, lengths)
     policy, used = settings.policy, cache.lengths
     batch, num_tokens = query.shape[:2]
     size, num_blocks = policy.block_size, cache.key.shape[1] // policy.block_size
     if num_tokens == 1:
         span, num_rows = Span.of_tokens(used, size, lengths > 0), 1
-    else:  # columns on block boundaries, behind as many as the last block has tokens already
+    else:  # align columns to blocks, after the tokens that the last block already has
         layout = chunk_layout(num_tokens, lengths, used, block_size=size)
         num_rows = layout.chunk_size // size
         query, key, value = (take_columns(x, layout.source) for x in (query, key, value))

@@ -1,6 +1,6 @@
-"""Few sizes, so that few programs are compiled: of prompts, and of the room for new tokens.
+"""Pads prompts and room for new tokens to a few sizes, so that few programs are compiled.
 
-Also padding on the right: of sequences, and in place of tokenizers' padding on any side.
+Also pads sequences on the right, or moves tokenizers' padding from any side to the right.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from sketchwalk_jax.validation import check_integers, describe
 
 
 def new_token_room(max_new_tokens: int) -> int:
-    """The room for new tokens: `max_new_tokens` rounded up to 256, 512, 1024, and so on.
+    """Returns the room for new tokens: `max_new_tokens` rounded up to 256, 512, 1024, and so on.
 
     A program is compiled for a room, so all values of `max_new_tokens` with the same room share it.
 
@@ -35,11 +35,11 @@ def new_token_room(max_new_tokens: int) -> int:
 def pad_right(
     sequences: Sequence[Any], width: int | None = None
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Sequences of different lengths as one array with zeros on the right, and their lengths.
+    """Stacks sequences of different lengths, zeros on the right; returns array and lengths.
 
     Args:
       sequences: Token ids of each sequence, in lists or arrays.
-      width: Columns of the array; those of the longest sequence by default.
+      width: Columns of the array. Default: the length of the longest sequence.
 
     Example:
       >>> tokens, lengths = pad_right([[5, 6], [7]])
@@ -112,12 +112,12 @@ def _check_mask(mask: np.ndarray) -> None:
 
 
 def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
-    """The length to which a prompt is padded, so that few lengths are compiled.
+    """Returns the length to which a prompt is padded, so that few lengths are compiled.
 
     With `n = ceil(num_tokens / multiple)` and `2^k < n ≤ 2^(k+1)`, the bucket is `n` rounded up to
     a multiple of `max(1, 2^k / 8)`, times `multiple`. There are eight buckets between a length and
-    its double, and the padding is less than an eighth of the prompt plus `multiple` tokens. A
-    length that is a bucket already stays as it is.
+    its double, and the padding is less than an eighth of the prompt plus `multiple` tokens. If the
+    length is already a bucket, it stays the same.
 
     Args:
       num_tokens: Tokens of the longest prompt of the batch, at least 1.
@@ -149,6 +149,6 @@ def pad_to_bucket(tokens: Any, *, multiple: int, context_length: int) -> Any:
     width = tokens.shape[1]
     bucket = max(width, min(bucket_length(width, multiple=multiple), context_length))
     padding = ((0, 0), (0, bucket - width))
-    if isinstance(tokens, np.ndarray):  # ids are looked at on the host
+    if isinstance(tokens, np.ndarray):  # token ids are read on the host
         return np.pad(tokens, padding)
     return jnp.pad(jnp.asarray(tokens), padding)

@@ -1,7 +1,7 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+"""Next-token choice: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
 The settings are arrays, so new values do not recompile. Each setting is one number for the batch or
-one for every sequence. Their order and meaning are those of `generate` in transformers.
+one for each sequence. Their order and meaning follow `generate` of transformers.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from sketchwalk_jax.pytree import make_exportable
 from sketchwalk_jax.validation import describe, is_known
 
-# Smaller temperatures are greedy as 0 is: hardware may flush them to zero.
+# Smaller temperatures are greedy, like 0: hardware may flush them to zero.
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What one field of `Sampling` is stored as, and which values it may have."""
+    """Storage type and valid values of one field of `Sampling`."""
 
     dtype: DTypeLike
     requirement: str
@@ -48,7 +48,7 @@ _RULES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampling:
-    """How the next token is drawn. The defaults draw from the model's own distribution.
+    """Settings for drawing the next token. The defaults draw from the model's distribution.
 
     Every field is one number, or `B` numbers, one for each sequence of the batch. All fields are
     stored as float32 or int32 arrays, so that one compiled function serves all values. (They are
@@ -61,7 +61,7 @@ class Sampling:
         all.
       top_p: Keeps the smallest set of best tokens whose probabilities reach `top_p`, in [0, 1]. 1
         keeps all.
-      min_p: Keeps the tokens whose probability is at least `min_p` times that of the best one, in
+      min_p: Keeps the tokens whose probability is at least `min_p` times the best token's, in
         [0, 1]. 0 keeps all.
       repetition_penalty: Divides the positive and multiplies the negative logits of tokens that
         occurred before, including in the prompt. Greater than 0; 1 changes nothing. It also applies
@@ -93,7 +93,7 @@ class Sampling:
 
     @classmethod
     def greedy(cls, *, repetition_penalty: ArrayLike = 1.0) -> "Sampling":
-        """Always the best token, after the repetition penalty.
+        """Settings that always choose the best token, after the repetition penalty.
 
         Example:
           >>> float(Sampling.greedy().temperature)
@@ -122,7 +122,7 @@ def _flatten_with_keys(sampling: Sampling) -> tuple[list[tuple[Any, Any]], None]
 
 
 def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
-    # Not by `__init__`: JAX's own leaves (None, shapes, `object()`) are no mistakes of a caller.
+    # Avoid `__init__`: it would reject the leaves that JAX puts in (None, shapes, `object()`).
     made = object.__new__(Sampling)
     for name, leaf in zip(_RULES, leaves, strict=True):
         object.__setattr__(made, name, _as_leaf(name, leaf))
@@ -134,7 +134,7 @@ make_exportable(Sampling)
 
 
 def _check_type(name: str, value: Any) -> None:
-    """Raises unless `value` may be a setting, or says of an array what it is or where it goes."""
+    """Raises unless `value` may be a setting, or describes an array (dtype, shape, sharding)."""
     if isinstance(value, Sharding | PartitionSpec):
         return
     try:
@@ -173,7 +173,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def check_key(key: Any, sampling: Sampling | None) -> None:
-    """Raises a ValueError for a key without `sampling`, which it would have no effect on."""
+    """Raises a ValueError for a key without `sampling`, because it would have no effect."""
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a Sampling or None, got {describe(sampling)}")
     if key is not None and sampling is None:
@@ -186,20 +186,20 @@ def check_key(key: Any, sampling: Sampling | None) -> None:
 def process_logits(
     logits: Float[Array, "B V"], sampling: Sampling, seen: Bool[Array, "B V"]
 ) -> Float[Array, "B V"]:
-    """The logits that a token is drawn from: penalised, scaled, and `-inf` where removed.
+    """Returns the logits to sample from: penalised, scaled, and `-inf` for removed tokens.
 
     In order, with `s` the logits of one sequence: `s ← s·r if s < 0 else s/r` for seen tokens,
-    `s ← s / temperature`, then top-k, top-p over what that left, min-p over what that left; at
-    least one token stays. Settings at their defaults change no bit. Of equal logits at the edge of
-    top-p the higher token ids stay. A greedy sequence keeps its best token only, with its penalised
-    logit; so does one whose logits overflow float32 when divided by the temperature.
+    `s ← s / temperature`, then top-k, top-p over the tokens left, min-p over the tokens left; at
+    least one token stays. Settings at their defaults change no bit. If equal logits are at the edge
+    of top-p, the higher token ids stay. A greedy sequence keeps only its best token, with its
+    penalised logit; so does one whose logits overflow float32 when divided by the temperature.
 
-    Rows do not depend on one another. The one sort runs only if a sequence truncates.
+    Rows are independent. The only sort runs only if some sequence truncates.
 
     Args:
       logits: Scores of the next token, any float dtype; they are processed in float32.
       sampling: The settings.
-      seen: Which tokens stand in the prompt or were generated (`seen_tokens`, `mark_seen`).
+      seen: Whether each token is in the prompt or was generated (`seen_tokens`, `mark_seen`).
 
     Returns:
       float32 logits.
@@ -241,7 +241,7 @@ def process_logits(
 def _penalised(
     logits: Float[Array, "B V"], penalty: Float[Array, "B 1"], seen: Bool[Array, "B V"]
 ) -> Float[Array, "B V"]:
-    """The logits after the repetition penalty, in float32."""
+    """Applies the repetition penalty, in float32."""
     scores = logits.astype(jnp.float32)
     return jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
@@ -252,10 +252,10 @@ def _truncation(
     top_p: Float[Array, "B 1"],
     min_p: Float[Array, "B 1"],
 ) -> Bool[Array, "B V"]:
-    """Which tokens top-k, top-p and min-p keep.
+    """Whether top-k, top-p and min-p keep each token.
 
-    In ascending order of (score, id) each of the three keeps a tail, so all of them together keep
-    what is not below the first token of the shortest tail.
+    In ascending order of (score, id) each filter keeps a tail. Together they keep the shortest
+    tail, all tokens from its first one on.
     """
     vocab_size = scores.shape[-1]
     ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
@@ -264,7 +264,7 @@ def _truncation(
     first_of_k = jnp.where(top_k > 0, jnp.maximum(vocab_size - top_k, 0), 0)
     in_top_k = ascending >= jnp.take_along_axis(ascending, first_of_k, axis=-1)
 
-    # Weights relative to the best token are exact integers for ties, and need no division.
+    # Weights relative to the best token are exactly equal for ties, and need no division.
     best = ascending[:, -1:]
     best = jnp.where(jnp.isfinite(best), best, 0.0)
     weights = jnp.where(in_top_k, jnp.exp(ascending - best), 0.0)
@@ -289,12 +289,12 @@ def sample(
     """Draws one token for each sequence from `softmax(process_logits(logits, sampling, seen))`.
 
     Row `b` depends on row `b` of the arguments only, its key included, so a sequence draws the same
-    tokens alone and in a batch. Keys come from `sequence_keys`, one step further for each token.
+    tokens alone and in a batch. Get keys from `sequence_keys`, and fold in the step for each token.
 
     Args:
       logits: Scores of the next token.
       sampling: The settings.
-      seen: Which tokens stand in the prompt or were generated.
+      seen: Whether each token is in the prompt or was generated.
       keys: One typed key for each sequence; greedy sequences ignore theirs.
 
     Returns:
@@ -321,7 +321,7 @@ def sample(
         processed = process_logits(logits, sampling, seen)
         return jax.vmap(jax.random.categorical)(keys, processed).astype(jnp.int32)
 
-    # A GPU asks the host which branch to take: of greedy sequences once, and not in `draw` again.
+    # A GPU asks the host which branch to take. If all are greedy, skip the second branch in `draw`.
     is_greedy = _columns(sampling, batch=batch)["temperature"] < _SMALLEST_TEMPERATURE
     return jax.lax.cond(jnp.all(is_greedy), lambda: best_tokens(logits, sampling, seen), draw)
 
@@ -329,15 +329,15 @@ def sample(
 def best_tokens(
     logits: Float[Array, "B V"], sampling: Sampling, seen: Bool[Array, "B V"]
 ) -> Int[Array, "B"]:
-    """The tokens that greedy decoding chooses, after the repetition penalty.
+    """Returns the tokens that greedy decoding chooses, after the repetition penalty.
 
     Args:
       logits: Scores of the next token.
-      sampling: The settings, of which the penalty alone counts.
-      seen: Which tokens stand in the prompt or were generated.
+      sampling: The settings; only the repetition penalty is used.
+      seen: Whether each token is in the prompt or was generated.
 
     Returns:
-      int32 token ids; of equal logits the first.
+      int32 token ids; the first one of equal logits.
 
     Example:
       >>> logits = jnp.array([[0.0, 2.0, 1.0]])
@@ -349,14 +349,14 @@ def best_tokens(
 
 
 def sequence_keys(key: Shaped[Array, "..."], *, batch: int) -> Key[Array, "{batch}"]:
-    """One key for each sequence of a batch: `keys[b] = fold_in(key, b)`.
+    """Returns one key for each sequence of a batch: `keys[b] = fold_in(key, b)`.
 
     Row `b` is the same in a batch of any size. The key of a sequence's next token is
     `jax.random.fold_in(keys[b], step)`, with `step` the number of tokens drawn so far.
 
     Args:
-      key: A key of `jax.random.key` or `jax.random.PRNGKey`; or `batch` typed keys already, which
-        are returned as they are (as `keys[b : b + 1]` to repeat one sequence of a batch alone).
+      key: A key from `jax.random.key` or `jax.random.PRNGKey`. Or `batch` typed keys, which are
+        returned unchanged (use `keys[b : b + 1]` to repeat one sequence of a batch alone).
       batch: Number of sequences.
 
     Returns:
@@ -383,11 +383,11 @@ def sequence_keys(key: Shaped[Array, "..."], *, batch: int) -> Key[Array, "{batc
 def seen_tokens(
     tokens: Int[Array, "B T"], lengths: Int[Array, "B"], *, vocab_size: int
 ) -> Bool[Array, "B V"]:
-    """Which tokens stand in the prompts, for the repetition penalty.
+    """Marks the tokens in the prompts, for the repetition penalty.
 
     Args:
-      tokens: Token ids, right-padded; ids outside `[0, vocab_size)` are passed over.
-      lengths: Real tokens of each sequence.
+      tokens: Token ids, right-padded; ids outside `[0, vocab_size)` are ignored.
+      lengths: Number of tokens of each prompt.
       vocab_size: Number of logits, `V`.
 
     Returns:
@@ -403,11 +403,11 @@ def seen_tokens(
 
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B"]) -> Bool[Array, "B V"]:
-    """Adds one token for each sequence to those seen.
+    """Marks one more token for each sequence as seen.
 
     Args:
-      seen: Tokens seen so far.
-      tokens: One token id for each sequence; ids outside `[0, V)` are passed over.
+      seen: Whether each token was seen so far.
+      tokens: One token id for each sequence; ids outside `[0, V)` are ignored.
 
     Returns:
       bool `[B, V]`.
@@ -428,7 +428,7 @@ def _mark(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"]) -> Bool[Array, "B
 
 
 def _columns(sampling: Sampling, *, batch: int) -> dict[str, Shaped[Array, "{batch} 1"]]:
-    """The settings by name, one number for each sequence."""
+    """Returns the settings by name, one number for each sequence."""
     found = {}
     for name, rule in _RULES.items():
         value = jnp.asarray(getattr(sampling, name), rule.dtype)

@@ -55,7 +55,7 @@ from sketchwalk_jax.sharding import (
 PyTree = Any
 
 
-# What `prefill`, `generate` and `stream` share, inside `jit`.
+# Steps of `prefill`, `generate` and `stream`, inside `jit`.
 
 
 def read_prompt(
@@ -74,13 +74,13 @@ def read_prompt(
       params: Parameter tree.
       tokens: Prompts, right-padded.
       lengths: Number of tokens of each prompt.
-      columns: Columns of `tokens` whose output is wanted.
-      cache: The cache. The prompts continue what it holds.
+      columns: Columns of `tokens` whose output is returned.
+      cache: The cache, whose sequences the prompts continue.
       is_fresh: Whether the cache is empty.
       settings: Static settings.
 
     Returns:
-      The last layer's output at the wanted columns, the cache, and the selected blocks if the
+      The last layer's output at `columns`, the cache, and the selected blocks if the
       settings ask for them.
     """
     tokens, lengths, columns, cache = vary_alike(tokens, lengths, columns, cache, like=params)
@@ -102,7 +102,7 @@ def read_prompt(
     wanted = layout.shift[:, None] + columns
 
     def read(index: Any, cache: Cache) -> tuple[Array, Cache, BlockSelection | None]:
-        """One chunk: all layers over its tokens."""
+        """Runs all layers over the tokens of one chunk."""
         begin = index * chunk
         tokens, valid = (
             jax.lax.dynamic_slice_in_dim(x, begin, chunk, axis=1) for x in (moved, layout.valid)
@@ -119,7 +119,7 @@ def read_prompt(
         )
         (walk,) = vary_alike(walk, like=tokens)
         column = jnp.arange(chunk, dtype=jnp.int32)[None]
-        if blocks is not None:  # between embedding and output, columns stand rank by rank
+        if blocks is not None:  # between embedding and output, columns are ordered by rank
             tokens = constrain(blocks.deal(tokens, axis=1), placement, "data")
             column = constrain(blocks.deal(column, axis=1), placement)
         hidden, (written, _), found = run_layers(
@@ -178,12 +178,12 @@ def read_into_new_cache(
     Args:
       params: Parameter tree.
       tokens: Prompts, right-padded.
-      lengths: Tokens of each.
-      columns: Columns whose output is wanted; the first one by default.
-      settings: Model and policy.
+      lengths: Number of tokens of each prompt.
+      columns: Columns whose output is returned. Default: the first one.
+      settings: Static settings.
 
     Returns:
-      The last layer's output at those columns, and the cache.
+      The last layer's output at `columns`, and the cache.
     """
     batch, num_tokens = tokens.shape
     cache = empty_cache(
@@ -205,7 +205,7 @@ def read_into_new_cache(
 def _empty_others(
     selection: BlockSelection | None, is_row: Bool[Array, "B I"], capacity: int
 ) -> BlockSelection | None:
-    """Empties the lists of rows that have no token of the prompts, in stacked layers."""
+    """Empties the lists of rows without prompt tokens, in a selection of stacked layers."""
     if selection is None:
         return None
     is_row = is_row[None, :, None]
@@ -237,7 +237,7 @@ def decode_token(
     """
     tokens, cache, active = vary_alike(tokens, cache, active, like=params)
     policy = settings.policy
-    # A full sequence is inactive. Kernels that read for it all the same must not read beyond it.
+    # Full sequences are inactive, but kernels still read for them: keep them inside the cache.
     positions = jnp.minimum(cache.lengths, cache.capacity - 1)
     span = Span.of_tokens(positions, policy.block_size, active)
     walk = policy.init_walk(
@@ -265,13 +265,13 @@ def decode_token(
     return constrain_logits(logits, settings.placement), cache, selection
 
 
-# The public functions.
+# Public functions.
 
 
 def _settings(
     params: PyTree, model_config: ModelConfig, policy: Policy, **options: Any
 ) -> Settings:
-    """The settings of a call, with what the parameters say of devices."""
+    """Makes the settings of a call; the parameters determine the devices."""
     return Settings(
         model_config=model_config,
         policy=policy,
@@ -290,7 +290,7 @@ def _read(
     is_fresh: bool,
     settings: Settings,
 ) -> tuple[Array, Cache, BlockSelection | None]:
-    """Logits after the last token of each prompt, or of all tokens."""
+    """Computes the logits after the last token of each prompt, or of all tokens."""
     columns = (lengths - 1)[:, None]
     if settings.return_all_logits:
         columns = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -312,7 +312,7 @@ def init_cache(
     dtype: DTypeLike | None = None,
     sharding: jax.sharding.Sharding | Placement | None = None,
 ) -> Cache:
-    """An empty cache.
+    """Makes an empty cache.
 
     Args:
       model_config: Configuration of the model.
@@ -323,9 +323,9 @@ def init_cache(
       max_tokens: Number of tokens that the cache must hold for each sequence. Rounded up to whole
         blocks; on a mesh with a `sequence` axis, to the same number of blocks for each rank.
       dtype: Type of keys and values. Default: the dtype of the model.
-      sharding: Where keys and values are placed; or a `Placement`, which places the whole cache on
-        a mesh. Calls with parameters on a mesh need a cache made with its `Placement`. No device
-        then holds more than its share.
+      sharding: Sharding of keys and values; or a `Placement`, which places the whole cache on a
+        mesh. Calls with parameters on a mesh need a cache made with their `Placement`. Each device
+        then holds only its share.
 
     Returns:
       A `Cache` with lengths of zero.
@@ -372,16 +372,16 @@ def prefill(
       cache: Cache from `init_cache` with the same `policy`. It is donated: use the returned cache
         afterwards.
       model_config: Configuration of the model, from `load`.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; the policy that the cache was made
         for. Default: `SketchWalkConfig.recommended(plan=model_config.plan)`.
       lengths: Number of tokens of each sequence. Default: all `T`.
-      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a policy
-        that selects in one phase only (`policy.phases`) is dense in the other.
+      phase: Phases with sparse attention: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a
+        policy that selects in one phase only (`policy.phases`) is dense in the other phase.
       chunk_size: Number of tokens processed at a time, which limits the memory that long prompts
         need. `None` processes all at once. On a mesh with a `sequence` axis, it is rounded up to a
         multiple of `2 · sequence` blocks.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
@@ -391,7 +391,7 @@ def prefill(
       Float32 logits after the last token of each sequence `[B, V]` (or of all tokens `[B, T, V]`),
       the cache, and with `return_selection` a `BlockSelection` whose arrays have a leading axis of
       sparse layers (`None` if nothing was selected). Its rows are the blocks that the longest
-      prompt touches; there are no more rows if the fill of the cache is known. Rows beyond the end
+      prompt touches; if the fill of the cache is unknown, more rows may follow. Rows beyond the end
       of a shorter prompt are empty: their counts are 0.
 
     Raises:
@@ -442,12 +442,12 @@ def decode_step(
       cache: The cache so far. It is donated: use the returned cache afterwards. Tokens beyond its
         capacity are lost.
       model_config: Configuration of the model, from `load`.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; the policy that the cache was made
         for. Default: `SketchWalkConfig.recommended(plan=model_config.plan)`.
-      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a policy
-        that selects in one phase only (`policy.phases`) is dense in the other.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      phase: Phases with sparse attention: `"both"`, `"prefill"` or `"decode"`. With `"both"`, a
+        policy that selects in one phase only (`policy.phases`) is dense in the other phase.
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
       return_selection: Whether to return the selected blocks.
@@ -489,25 +489,25 @@ def forward(
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B T V"]:
-    """Logits of every token of the prompts, without keeping a cache (teacher forcing).
+    """Computes the logits of every prompt token, without keeping a cache (teacher forcing).
 
     Args:
       params: Parameter tree from `load`.
       tokens: Token ids, right-padded.
       model_config: Configuration of the model, from `load`.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)`. Default: `Dense()`.
       lengths: Number of tokens of each sequence. Default: all `T`.
       chunk_size: Number of tokens processed at a time. `None` processes all at once.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 
     Returns:
-      Float32 logits. Those of padding are meaningless.
+      Float32 logits. The logits of padding are meaningless.
 
     Raises:
-      ValueError: As `prefill`.
+      ValueError: In the same cases as `prefill`.
     """
     keep_by_default()
     policy = Dense() if policy is None else policy
