@@ -1,4 +1,4 @@
-"""Exact attention: over block lists, over everything, and how much of it falls on each block."""
+"""Exact block-sparse and dense attention, and the share of attention that each block gets."""
 
 from sketchwalk_jax.attention.api import (
     block_sparse_attention,

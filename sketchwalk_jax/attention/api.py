@@ -1,15 +1,15 @@
-"""Exact attention over lists of blocks and over everything: the public entry points.
+"""Public functions of exact attention: block-sparse, over listed blocks, and dense.
 
-The order, meaning and shapes of the arguments are those of `jax.nn.dot_product_attention` (queries
+The order, meaning and shapes of the arguments follow `jax.nn.dot_product_attention` (queries
 `[B, T, N, H]`, keys and values `[B, S, K, H]`). A stacked cache `[L, B, S, K, H]` can be passed
-with a layer index; no layer is sliced out as a copy.
+with a layer index; no layer is copied out of it.
 
-Each function checks its arguments and chooses the implementation. What follows is jitted, so a call
-outside of `jit` compiles once for each combination of shapes and options.
+Each function checks its arguments and chooses the implementation. The computation is jitted, so a
+call outside of `jit` compiles once for each combination of shapes and options.
 
-All functions are differentiable in reverse mode, with respect to queries, keys and values. Whatever
-implementation runs forward, the backward pass is plain JAX in tiles (`gradients`); cuDNN has its
-own backward pass. Lists, lengths and positions are constants.
+All functions have reverse-mode derivatives with respect to queries, keys and values. The backward
+pass is plain JAX in tiles (`gradients`) for all implementations except cuDNN, which has its
+own. Block indices, lengths and positions are constants.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def _finish(
 
 
 def per_sequence(x: Any, default: int, batch: int) -> Int[Array, "B"]:
-    """`x` as int32, or the default for every sequence."""
+    """Returns `x` as int32, or the default for every sequence."""
     return jnp.full((batch,), default, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
 
 
@@ -51,19 +51,19 @@ def _layer_index(layer: Any) -> Int[Array, ""]:
 
 
 def take_columns(x: Float[Array, "B T *rest"], columns: Int[Array, "B U"]) -> Array:
-    """`x[b, columns[b]]` for every sequence."""
+    """Takes `x[b, columns[b]]` for every sequence."""
     index = columns.reshape(*columns.shape, *([1] * (x.ndim - 2)))
     return jnp.take_along_axis(x, index, axis=1)
 
 
 def num_query_blocks(num_tokens: int, block_size: int, *, has_offset: bool) -> int:
-    """Rows that a selection must have for `num_tokens` query tokens.
+    """Returns the number of rows that a selection must have for `num_tokens` query tokens.
 
-    Rows lie on absolute block boundaries. Queries that start at an arbitrary `query_offset` may
-    straddle one block more than as many queries from position 0.
+    Rows start at absolute block boundaries. Queries that start at an arbitrary `query_offset` may
+    touch one block more than the same number of queries from position 0.
 
     Args:
-      num_tokens: Query tokens `T`.
+      num_tokens: Number of query tokens `T`.
       block_size: Tokens per block.
       has_offset: Whether a `query_offset` is given.
 
@@ -74,7 +74,7 @@ def num_query_blocks(num_tokens: int, block_size: int, *, has_offset: bool) -> i
 
 
 def _check_selection(selection: BlockSelection, query: Any, key: Any, num_rows: int) -> None:
-    """Checks lists of blocks against queries of `num_rows` rows."""
+    """Checks block indices against queries of `num_rows` rows."""
     ids, counts, size = selection.ids, selection.counts, selection.block_size
     batch, num_heads = query.shape[0], query.shape[2]
     if ids.ndim != 4 or counts.shape != ids.shape[:3]:
@@ -133,7 +133,7 @@ def block_sparse_attention(
         `query_offset // queries_per_row + i`, of `selection.queries_per_row` tokens.
       key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
       value: Values, with the shape of `key`.
-      selection: Lists of key blocks, with `num_query_blocks(T, ...)` rows.
+      selection: Block indices of the keys, with `num_query_blocks(T, ...)` rows.
       layer: Layer of the stacked cache.
       query_offset: Position of each sequence's first query token, any integer. Default: 0.
       kv_lengths: Number of keys in each sequence. Later keys may have any values. Default: `S`.
@@ -141,14 +141,14 @@ def block_sparse_attention(
       return_lse: Whether to also return the log-sum-exp of the scaled scores.
       implementation: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA GPUs), or `None` to choose by
         device and shape.
-      kernel_config: Tile sizes. The result does not depend on them beyond rounding.
+      kernel_config: Tile sizes of the implementation. They change the result by rounding only.
 
     Returns:
       The output in the dtype of the queries, and with `return_lse` the float32 log-sum-exp
       `[B, T, N]`.
 
     Raises:
-      ValueError: If shapes or dtypes do not fit together. Values (list entries, lengths) are not
+      ValueError: If shapes or dtypes do not fit together. Values (block indices, lengths) are not
         checked, because they are unknown under `jit`.
       NotImplementedError: If `implementation` cannot run here.
     """
@@ -179,7 +179,7 @@ def block_sparse_attention(
 
 
 def _specs(query: PartitionSpec, *_: Any, return_lse: bool = True, **__: Any) -> Any:
-    """Those of the output and its log-sum-exp, from that of the queries."""
+    """Partition specs of the output and its log-sum-exp, from the queries' spec."""
     return (query, PartitionSpec(*tuple(query)[:3])) if return_lse else query
 
 
@@ -197,7 +197,7 @@ def _attend_blocks(
     return_lse: bool,
     **options: Any,
 ) -> Float[Array, "B T N H"] | Any:
-    """What `block_sparse_attention` does after its checks."""
+    """Runs `block_sparse_attention` after its checks."""
     batch, num_tokens = query.shape[:2]
     size = selection.queries_per_row
     num_rows = num_query_blocks(num_tokens, size, has_offset=query_offset is not None)
@@ -205,7 +205,7 @@ def _attend_blocks(
     offset = per_sequence(query_offset, 0, batch)
     shift = offset % size
     column = jnp.arange(num_rows * size, dtype=jnp.int32)[None, :]
-    if query_offset is not None:  # rows lie on block boundaries, the first may be partly empty
+    if query_offset is not None:  # rows start at block boundaries: the first may be partly empty
         query = take_columns(query, (column - shift[:, None]) % (num_rows * size))
     out, lse = attend_rows(
         query,
@@ -238,10 +238,10 @@ def attend_rows(
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """`block_sparse_attention` for queries that already lie on block boundaries.
+    """`block_sparse_attention` for queries that are already aligned to block boundaries.
 
-    `T` is a multiple of the row size and the first column stands at row `first_block`; this is
-    what inference calls. Returns the output and its log-sum-exp, if that is wanted.
+    `T` is a multiple of the row size, and the first column starts row `first_block`. Inference
+    calls this function. Returns the output, and its log-sum-exp or `None`.
     """
     batch = query.shape[0]
     kernel_config = kernel_config or default_kernel_config()
@@ -283,10 +283,10 @@ def block_sparse_decode(
 
     Args:
       query: Queries of the current token.
-      key: Keys, including that of the current token, or a stacked cache with `layer`.
+      key: Keys, including the current token's key, or a stacked cache with `layer`.
       value: Values, with the shape of `key`.
       selection: One list per sequence (`I = 1`).
-      kv_lengths: Number of keys in each sequence, including that of the current token. The query
+      kv_lengths: Number of keys in each sequence, including the current token's key. The query
         has position `kv_lengths - 1`.
       layer: Layer of the stacked cache.
       scale: Factor of the scores. Default: `1 / sqrt(H)`.
@@ -318,7 +318,7 @@ def block_sparse_decode(
     lengths = jnp.asarray(kv_lengths, jnp.int32)
     arrays = differentiable.alike(query, key, value, selection, None, layer, lengths)
     attend: Any = partial(_attend_token, options)
-    # `on_auto_axes` looks as well; always wrapped, it would be one more call on each token's way.
+    # `on_auto_axes` checks this too, but wrapping always would add one more call for each token.
     if any(map(explicit_axes, jax.tree.leaves(arrays))):
         attend = on_auto_axes(_specs)(attend)
     out, lse = attend(*arrays)
@@ -341,16 +341,16 @@ def dense_attention(
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B T N H"] | Any:
-    """Exact causal attention over all keys, in tiles: no array of tokens × tokens is formed.
+    """Exact causal attention over all keys, in tiles, without an array of tokens × tokens.
 
-    This is the reference for accuracy, and what every speedup is measured against. Which
-    implementation runs depends on the call:
+    This is the reference for accuracy and the baseline of every speedup. The implementation depends
+    on the call:
 
     * On an NVIDIA GPU, queries in bfloat16 or float16 that start at position 0 use cuDNN's flash
-      attention, if it supports their head_dim (at most 128, a multiple of 8) and no log-sum-exp is
-      asked for.
-    * Queries that start elsewhere, decoding included, use the kernels for NVIDIA GPUs, where these
-      support the call, with lists of all blocks. These kernels read a cache in place.
+      attention, if it supports their head_dim (at most 128, a multiple of 8) and `return_lse` is
+      false.
+    * Queries that start elsewhere, as in decode, use the block-sparse kernels for NVIDIA GPUs with
+      all blocks listed, if these support the call. They read a cache in place.
     * Everything else runs on XLA.
 
     On XLA and with these kernels, a key or value that is not finite gives NaN for the queries
@@ -418,7 +418,7 @@ def _attend_all(
     implementation: str,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B T N H"] | Any:
-    """What `dense_attention` does after its checks."""
+    """Runs `dense_attention` after its checks."""
     if implementation == "mosaic_gpu":
         return _attend_full_lists(
             query,
@@ -468,7 +468,7 @@ def _attend_full_lists(
     kv_lengths: Int[Array, "B"] | None,
     **options: Any,
 ) -> Float[Array, "B T N H"] | Any:
-    """`dense_attention` by the kernels for lists, with all blocks on them."""
+    """Runs `dense_attention` with the block-sparse kernels, with all blocks listed."""
     batch, num_tokens = query.shape[:2]
     num_keys = key.shape[-3]
     num_blocks = num_keys // FULL_BLOCK
@@ -476,7 +476,7 @@ def _attend_full_lists(
         per_sequence(*one, batch) for one in ((query_offset, 0), (kv_lengths, num_keys))
     )
     if num_tokens == 1:
-        # Such a kernel's query stands behind the last of the keys.
+        # The decode kernel puts its query at the last key.
         lengths = jnp.minimum(lengths, offset + 1)
         rows = jnp.maximum(lengths - 1, 0)[:, None] // FULL_BLOCK
         lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)

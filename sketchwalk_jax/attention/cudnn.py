@@ -1,8 +1,8 @@
 """Dense attention through cuDNN's flash attention, for prefill on NVIDIA GPUs.
 
-`dispatch.why_not_cudnn` says which calls it takes. cuDNN knows ragged batches and
-grouped-query attention; what it does not promise is that keys beyond a sequence's length may hold
-anything, so they are set to 0 on the way in, and queries beyond it on the way out.
+`dispatch.why_not_cudnn` says which calls it supports. cuDNN supports sequences of different lengths
+and grouped-query attention. But it does not promise that keys beyond a sequence's length may hold
+any values, so these keys are set to 0 before the call, and such queries' outputs after it.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def attend_dense(
     kv_lengths: Int[Array, "B"] | None,
     scale: float | None,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention of queries from position 0 on; those at `kv_lengths` and beyond give 0."""
+    """Causal attention of queries from position 0 on; 0 from position `kv_lengths` on."""
     num_tokens = query.shape[1]
     lengths = None
     if kv_lengths is not None:

@@ -1,9 +1,9 @@
-"""Attention as one function with one derivative, whichever implementation runs forward.
+"""Attention with one derivative for all forward implementations.
 
-Differentiated, the forward pass keeps its output and log-sum-exp, 4 bytes for a query in a head,
-which kernels and loops have at hand; of them `gradients` makes the cotangents of queries, keys and
-values. Lists, positions and lengths are constants. Derivatives exist in reverse mode, once; others
-raise an error that says so (`in_reverse_mode`, `_once`).
+Under differentiation, the forward pass keeps its output and log-sum-exp (4 bytes per query and
+head), which it computes anyway. From them `gradients` computes the cotangents of queries, keys and
+values. Block indices, positions and lengths are constants. Only first derivatives in reverse mode
+exist; other derivatives raise an error that says so (`in_reverse_mode`, `_once`).
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from sketchwalk_jax.selection import BlockSelection
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static about a call once everything is chosen.
+    """Static options of a call after all choices are made.
 
     Attributes:
       scale: Factor of the scores.
-      return_lse: Whether the log-sum-exp is wanted.
+      return_lse: Whether to return the log-sum-exp.
       implementation: `"xla"` or `"mosaic_gpu"`.
       kernel_config: Tile sizes.
     """
@@ -39,12 +39,12 @@ class Options:
 
 
 def stack(x: Array, layer: Any) -> Float[Array, "L B S K H"]:
-    """Keys or values of all layers; of one, where there is no `layer`."""
+    """Adds an axis of layers to the keys or values of one layer; `None` means one layer."""
     return x[None] if layer is None else x
 
 
 def _in_blocks(x: Float[Array, "*L B S K H"], layer: Any, size: int) -> Float[Array, "L B S2 K H"]:
-    """Keys or values of all layers, with whole blocks of tokens."""
+    """Stacks the keys or values, and pads their tokens to whole blocks."""
     return xla.pad_axis(stack(x, layer), 2, size)
 
 
@@ -57,7 +57,7 @@ def alike(
     layer: Int[Array, ""] | int | None,
     kv_lengths: Int[Array, "B"],
 ) -> tuple[Any, ...]:
-    """What `attend_lists` takes, for the devices of a `shard_map` as for one: see `vary_alike`."""
+    """Prepares the arguments of `attend_lists`; in a `shard_map`, see `vary_alike`."""
     layer = None if layer is None else jnp.asarray(layer, jnp.int32)
     arrays = (*in_reverse_mode(query, key, value), selection, first_block, layer, kv_lengths)
     return xla.vary_alike(*jax.tree.map(jnp.asarray, arrays))
@@ -77,10 +77,10 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(_FORWARD_MODE)
 
 
-# A function with a backward pass of its own raises an error of JAX's in forward mode. To say what
-# works, arrays go through an identity first, whose tangents go through another one: in reverse mode
-# that is transposed, in forward mode it would have to be computed.
-_Primitive: Any = type(jax.lax.neg_p)  # to import it from jax.extend would import Pallas
+# In forward mode, a custom backward pass raises an error of JAX that does not say what works. So
+# arrays pass through an identity whose tangents pass through another one, `_tangents`. Reverse mode
+# only transposes `_tangents`; forward mode would have to compute it, which raises our error.
+_Primitive: Any = type(jax.lax.neg_p)  # importing it from jax.extend would import Pallas
 _in_reverse_mode, _tangents = _Primitive("in_reverse_mode"), _Primitive("tangents_in_reverse_mode")
 for _identity in (_in_reverse_mode, _tangents):
     _identity.multiple_results = True
@@ -98,7 +98,7 @@ ad.primitive_transposes[_tangents] = lambda cotangents, *_: cotangents
 
 
 def _mark_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The derivative of `in_reverse_mode`, of the arrays that have one."""
+    """The derivative of `in_reverse_mode`: marks all tangents that are not zero."""
     marked = iter(_tangents.bind(*(x for x in tangents if type(x) is not ad.Zero)))
     found = [x if type(x) is ad.Zero else next(marked) for x in tangents]
     return _in_reverse_mode.bind(*primals), found
@@ -109,13 +109,13 @@ ad.primitive_jvps[_tangents] = _refuse
 
 
 def in_reverse_mode(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, of which derivatives in forward mode raise a NotImplementedError."""
+    """Returns the arrays; their derivatives in forward mode raise a NotImplementedError."""
     return tuple(_in_reverse_mode.bind(*arrays))
 
 
 @jax.custom_jvp
 def _once(arrays: Any) -> Any:
-    """The arrays, of which derivatives raise a NotImplementedError."""
+    """Returns the arrays; their derivatives raise a NotImplementedError."""
     return arrays
 
 
@@ -135,10 +135,10 @@ def attend_lists(
     layer: Int[Array, ""] | None,
     kv_lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """Attention over lists, whose derivative does not depend on the implementation.
+    """Attention over listed blocks, whose derivative does not depend on the implementation.
 
-    Queries lie on block boundaries from block `first_block` on; without one they are the last
-    tokens of the sequences. Call it with what `alike` returns.
+    Queries are aligned to blocks and start at block `first_block`. If it is `None`, they are the
+    last tokens of the sequences. Call this function with the result of `alike`.
     """
     key, value = (_in_blocks(x, layer, selection.queries_per_row) for x in (key, value))
     layer = jnp.zeros((), jnp.int32) if layer is None else layer
@@ -153,7 +153,7 @@ def attend_lists(
             "kernel_config": options.kernel_config,
         }
         if first_block is None:
-            # Pallas takes long to import, and few callers need it.
+            # Import here: Pallas takes long to import, and few callers need it.
             from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
                 decode_attention_kernel,
             )
@@ -162,7 +162,7 @@ def attend_lists(
         else:
             where |= {"row_size": selection.queries_per_row, "first_block": first_block}
             found = prompt_kernel()(*arrays, **where)
-        out, lse = xla.vary_alike(*found, like=query)  # a kernel's results vary over no axis
+        out, lse = xla.vary_alike(*found, like=query)  # kernels' results vary over no mesh axis
         return out, lse
     by_row, positions = _rows_of_lists(query, selection, first_block, kv_lengths)
     out, lse = xla.attend_lists(
@@ -186,7 +186,7 @@ def _rows_of_lists(
     first_block: Int[Array, "B"] | None,
     kv_lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "B I Q N H"], Int[Array, "B I Q"]]:
-    """Queries by the row of lists that is theirs, and their positions."""
+    """Groups queries by the row of the selection that they belong to; also their positions."""
     batch, num_tokens = query.shape[:2]
     if first_block is None:
         return query[:, None], (kv_lengths - 1)[:, None, None]
@@ -200,13 +200,13 @@ def _rows_of_lists(
 def _steps(
     options: Options, selection: BlockSelection, first_block: Int[Array, "B"] | None
 ) -> dict[str, int]:
-    """Sizes of the loops over lists."""
+    """Returns the step sizes of the loops over block indices."""
     kernel_config = options.kernel_config
     if first_block is not None:
-        # As many keys in a step, whatever the size of what is listed.
+        # A step takes the same number of keys for pages as for blocks.
         pages = selection.queries_per_row // selection.block_size
         return {"row_tile": kernel_config.row_tile, "block_step": kernel_config.block_step * pages}
-    # A step over lists of tokens takes as many keys as one over pages of 16.
+    # For lists of tokens, a step takes the same number of keys as for pages of 16 tokens.
     pages = max(1, 16 // selection.block_size)
     return {"row_tile": 1, "block_step": kernel_config.decode_block_step * pages}
 
@@ -219,7 +219,7 @@ def _lists_forward(
     selection: BlockSelection,
     *where: Any,
 ) -> tuple[Any, Any]:
-    """Attention over lists, and what its derivative needs."""
+    """Attention over listed blocks, and the residuals for its derivative."""
     keeping = dataclasses.replace(options, return_lse=True)
     arguments = (query, key, value, selection, *where)
     out, lse = attend_lists(keeping, *arguments)
@@ -227,10 +227,10 @@ def _lists_forward(
 
 
 def _lists_backward(options: Options, kept: tuple[Any, ...], grads: tuple[Any, Any]) -> Any:
-    """Cotangents of queries, keys and values."""
+    """Computes the cotangents of queries, keys and values."""
     from sketchwalk_jax.attention import gradients  # few callers differentiate
 
-    # What is kept of a constant may come back as NumPy's.
+    # The residuals of constants may come back as NumPy arrays.
     query, key, value, selection, first_block, layer, kv_lengths, *found = jax.tree.map(
         jnp.asarray, kept
     )
@@ -266,7 +266,7 @@ attend_lists.defvjp(_lists_forward, _lists_backward)
 def attend_dense(
     *arrays: Array, scale: float, keys_per_step: int
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
-    """`xla.attend_dense` of queries, keys, values, positions, layer and lengths."""
+    """Differentiable `xla.attend_dense` of queries, keys, values, positions, layer and lengths."""
     query, key, value, *where = arrays
     arrays = (*in_reverse_mode(query, key, value), *where)
     return _differentiable_dense((scale, keys_per_step), *xla.vary_alike(*arrays))
@@ -282,7 +282,7 @@ def _differentiable_dense(
     layer: Int[Array, ""],
     kv_lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
-    """`xla.attend_dense`; `options` are the factor of the scores and the keys of a step."""
+    """`xla.attend_dense`; `options` are the scale of the scores and the keys per step."""
     scale, keys_per_step = options
     where: dict[str, Any] = {"layer": layer, "kv_lengths": kv_lengths}
     return xla.attend_dense(
@@ -291,13 +291,13 @@ def _differentiable_dense(
 
 
 def _dense_forward(options: tuple[float, int], *arguments: Any) -> tuple[Any, Any]:
-    """Dense attention, and what its derivative needs."""
+    """Dense attention, and the residuals for its derivative."""
     outputs = _differentiable_dense(options, *arguments)
     return outputs, (*arguments, outputs)
 
 
 def _dense_backward(options: tuple[float, int], kept: tuple[Any, ...], grads: Any) -> Any:
-    """Cotangents of queries, keys and values."""
+    """Computes the cotangents of queries, keys and values."""
     from sketchwalk_jax.attention import gradients  # few callers differentiate
 
     scale, keys_per_step = options

@@ -1,27 +1,27 @@
-"""Derivatives of exact attention in plain JAX, whatever computed it: tiles, never tokens x tokens.
+"""Derivatives of exact attention for all implementations: plain JAX in tiles, no tokens x tokens.
 
-With the log-sum-exp `L` of each query from the forward pass, its output `O` and the cotangents `dO`
-and `dL`, the weights come back one tile at a time (Dao, FlashAttention-2, Algorithm 2):
+The log-sum-exp `L` of each query, its output `O` and the cotangents `dO` and `dL` give the softmax
+weights back, one tile at a time (Dao, FlashAttention-2, Algorithm 2):
 
     P  = e^(scale Q Kᵀ - L)                 D  = rowsum(dO ∘ O) - dL
     dS = P ∘ (dO Vᵀ - D)                    dV = Pᵀ dO
     dQ = scale dS K                         dK = scale dSᵀ Q
 
-Two loops, which sum up in float32. The first goes over tiles of queries as the forward pass does,
-and gives `dQ`. The second goes over tiles of keys and gathers the queries that see them: for lists
-of blocks these stand in the *inverse* lists, the rows that list a block, which a sort makes of the
-lists. So no query scatters to the keys that it sees: steps wait for no memory that others write to,
-and results repeat bit for bit. The price is that `P` and `dO Vᵀ` are computed twice, seven products
-of matrices instead of five.
+Two loops sum in float32. The first goes over tiles of queries, like the forward pass, and computes
+`dQ`. The second goes over tiles of keys and gathers the queries that see them. For listed blocks,
+*inverse* lists give these queries: a sort of the block indices finds the rows that list each block.
+So no query scatters to keys: no step waits for memory that others write, and results are the same
+bit for bit in each run. The price is that `P` and `dO Vᵀ` are computed twice: seven matrix products
+instead of five.
 
-Inverse lists differ in length far more than lists do: every row may list the first block. So the
-second loop takes *pieces* of them, of up to `row_step` rows, as many at a time whatever blocks they
-belong to; what several pieces of a block give is added up before it is written.
+Inverse lists differ in length far more than the lists: every row may list the first block. So the
+second loop takes *pieces* of inverse lists, of up to `row_step` rows. Each step takes the same
+number of pieces, of any blocks, and adds up the pieces of one block before it writes them.
 
-Lists are constants: no derivative goes through which blocks were selected.
+Block indices are constants: no derivative goes through the selection of blocks.
 
-A query without cotangents adds nothing to any derivative, and so it sees nothing here: it and what
-it saw may be NaN, which a derivative of 0 would not erase.
+A query without cotangents adds nothing to any derivative. Here it is masked, so that it sees no
+key: it and its keys may be NaN, and a factor of 0 would not remove NaN.
 """
 
 import dataclasses
@@ -49,13 +49,13 @@ from sketchwalk_jax.selection import BlockSelection
 
 
 class Queries(NamedTuple):
-    """Queries and what the backward pass needs of them, in any layout that they share.
+    """Queries and their residuals for the backward pass, all with the same layout.
 
     Attributes:
       query: Queries, features last.
-      grad: Cotangents of their outputs.
-      lse: Log-sum-exp, positive infinity where a query sees no key or has no cotangents.
-      delta: `D`, what is taken off each derivative of a weight.
+      grad: Cotangents of the queries' outputs.
+      lse: Log-sum-exp; positive infinity if a query sees no key or has no cotangents.
+      delta: `D`, which is subtracted from each derivative of a weight.
     """
 
     query: Float[Array, "*rest H"]
@@ -72,7 +72,7 @@ def _of_outputs(
     grad_lse: Float[Array, "B I Q N"] | None,
     heads: int,
 ) -> Queries:
-    """Queries by key/value head, `[B I K M H]`, with what does not depend on a key."""
+    """Groups queries by key/value head, `[B I K M H]`, and computes `lse` and `delta`."""
     is_idle = jnp.all(grad == 0.0, axis=-1)
     delta = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if grad_lse is not None:
@@ -85,7 +85,7 @@ def _of_outputs(
 
 
 def _products(queries: Queries, heads_and_rows: int) -> Queries:
-    """Queries as matrix products take them, `[Z M H]`."""
+    """Reshapes queries for matrix products, to `[Z M H]`."""
     query, grad = (
         x.reshape(heads_and_rows, -1, x.shape[-1]) for x in (queries.query, queries.grad)
     )
@@ -99,11 +99,11 @@ def _weights_and_slopes(
     visible: Bool[Array, "Z M C"],
     scale: float,
 ) -> tuple[Float[Array, "Z M C"], Float[Array, "Z M C"]]:
-    """`P` and `dS` of the module, without its factor `scale`.
+    """Computes `P` and `dS` of the module's equations, without the factor `scale`.
 
-    Scores are multiplied as in the forward pass, operands in the same order: where they are large,
-    a product that rounds otherwise is no longer the one that the log-sum-exp was made of. For the
-    same reason no weight is above 1.
+    Scores are computed as in the forward pass, with operands in the same order. If scores are large
+    and round differently, they no longer fit the log-sum-exp. For the same reason weights are
+    clipped to 1.
     """
     visible = visible & (queries.lse != jnp.inf)[..., None]
     scores = jnp.where(visible, batched_dot(queries.query, key, 2) * scale, MASK_VALUE)
@@ -118,12 +118,12 @@ def _query_gradient(
     load: Callable[[Int[Array, ""]], Tile],
     scale: float,
 ) -> Float[Array, "Z M H"]:
-    """`dQ` of one tile of queries `[Z M H]` over `num_steps` tiles of keys."""
+    """Computes `dQ` of one tile of queries `[Z M H]` over `num_steps` tiles of keys."""
 
     def add(step: Int[Array, ""], total: Array) -> Array:
         key, value, visible = load(step)
         _, slope = _weights_and_slopes(queries, key, value, visible, scale)
-        key = jnp.where(jnp.isfinite(key), key, 0)  # who sees it has a slope of NaN or 0
+        key = jnp.where(jnp.isfinite(key), key, 0)  # queries that see it have a slope of NaN or 0
         return total + batched_dot(slope.astype(key.dtype), key, 1)
 
     start = jnp.zeros_like(queries.query, jnp.float32)
@@ -137,26 +137,26 @@ def _key_gradients(
     visible: Bool[Array, "Z M C"],
     scale: float,
 ) -> tuple[Float[Array, "Z C H"], Float[Array, "Z C H"]]:
-    """What a tile of queries `[Z M H]` adds to `dK` and `dV` of a tile of keys."""
+    """Contribution of a tile of queries `[Z M H]` to `dK` and `dV` of a tile of keys."""
     weights, slope = _weights_and_slopes(queries, key, value, visible, scale)
     slope, weights = (slope * scale).astype(key.dtype), weights.astype(key.dtype)
     of_key = batched_dot(slope, queries.query, 1, own=1)
     return of_key, batched_dot(weights, queries.grad, 1, own=1)
 
 
-# Lists of blocks.
+# Attention over listed blocks.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Keys and values of one layer by block, as both loops gather them.
+    """Keys and values of one layer by block; both loops gather from them.
 
     Attributes:
       key: Keys of all layers.
       value: Values, shaped like `key`.
       layer: The layer.
       kv_head: Key/value head of each list.
-      kv_lengths: Keys present in each sequence.
+      kv_lengths: Number of keys in each sequence.
     """
 
     key: Float[Array, "L B J size K H"]
@@ -168,10 +168,10 @@ class _Blocks:
     def load(
         self, ids: Int[Array, "B M R P"], is_listed: Bool[Array, "B M R P"]
     ) -> tuple[Array, Array, Int[Array, "B R M C"]]:
-        """Keys and values `[B R heads P size H]` of blocks, 0 where no token is, and positions."""
+        """Keys and values `[B R heads P size H]` of blocks, 0 at absent tokens, and positions."""
         size = self.key.shape[3]
         position, is_real = listed_positions(ids, is_listed, self.kv_lengths, size)
-        # What is not there may be NaN, and a derivative of 0 would not erase it.
+        # Absent tokens may be NaN, and a factor of 0 would not remove NaN.
         key, value = (
             jnp.where(
                 is_real[..., None],
@@ -187,15 +187,15 @@ class _Blocks:
 class _Inverse:
     """The rows that list each block, in pieces of up to `step` rows of one block.
 
-    A sort brings the pairs of the lists into the order of the blocks, so that they need as much
-    room as before.
+    A sort orders the (row, block) pairs of the lists by block, so they need as much memory as the
+    lists.
 
     Attributes:
-      rows: Rows in the order of the blocks that they list; those of a block are ascending.
-      starts: Where the rows of each block begin.
-      counts: How many there are.
-      ends: Pieces up to and with each block.
-      step: Rows of a piece.
+      rows: Rows in the order of the blocks that they list; the rows of one block are ascending.
+      starts: Index in `rows` of each block's first row.
+      counts: Number of rows that list each block.
+      ends: Number of pieces of all blocks up to and including each block.
+      step: Maximum number of rows of a piece.
     """
 
     rows: Int[Array, "B M E"]
@@ -206,7 +206,7 @@ class _Inverse:
 
     @classmethod
     def of(cls, selection: BlockSelection, num_blocks: int, step: int) -> "_Inverse":
-        """That of lists of blocks."""
+        """Inverts a selection."""
         batch, lists, num_rows, length = selection.ids.shape
         place = jnp.arange(length, dtype=jnp.int32)
         is_listed = place[None, None, None, :] < selection.counts[..., None]
@@ -225,9 +225,9 @@ class _Inverse:
     def pieces(
         self, first: Int[Array, ""], number: int
     ) -> tuple[Int[Array, "B M R"], Int[Array, "B M R P"], Bool[Array, "B M R P"]]:
-        """Blocks of some pieces, the rows of each, and which of these are rows indeed.
+        """Returns the blocks of some pieces, the rows of each piece, and a mask of valid rows.
 
-        Beyond the last piece there are no rows, and the block is the number of blocks.
+        Pieces beyond the last one have no valid rows, and `num_blocks` as their block.
         """
         batch, lists, num_entries = self.rows.shape
         piece = first + jnp.arange(number, dtype=jnp.int32)
@@ -237,7 +237,7 @@ class _Inverse:
         def of_block(x: Int[Array, "B M J"]) -> Int[Array, "B M R"]:
             return jnp.take_along_axis(x, blocks, axis=-1, mode="fill", fill_value=0)
 
-        # Pieces count from the end of their block: the first ones are whole.
+        # Pieces count back from the end of their block, so the first pieces are full.
         left = of_block(self.ends) - piece[None, None, :]
         counts = of_block(self.counts)
         used = ((counts + self.step - 1) // self.step - left) * self.step
@@ -250,7 +250,7 @@ class _Inverse:
 
 
 def _take_rows(x: Float[Array, "B I heads *rest"], rows: Int[Array, "B M R P"]) -> Array:
-    """The given rows `[B R heads P *rest]`: for every head of the loop those of its own list."""
+    """Takes the given rows `[B R heads P *rest]`; each head takes the rows of its own list."""
     sequence = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None, None]
     if rows.shape[1] == 1:
         taken = x.at[sequence, rows[:, 0]].get(mode="promise_in_bounds")
@@ -270,7 +270,7 @@ def _of_listed_queries(
     row_tile: int,
     block_step: int,
 ) -> Float[Array, "X B R K M H"]:
-    """`dQ` by tiles of `row_tile` rows, over the blocks that they list."""
+    """Computes `dQ` in tiles of `row_tile` rows, over the blocks that the rows list."""
     batch, num_rows, heads = queries.query.shape[:3]
     num_blocks, group = blocks.key.shape[2], queries.query.shape[3] // positions.shape[2]
     tile, step = min(row_tile, num_rows), min(block_step, selection.ids.shape[-1])
@@ -306,9 +306,9 @@ def _add_pieces(
     pieces: Float[Array, "B R heads size H"],
     blocks: Int[Array, "B M R"],
 ) -> Float[Array, "B J heads size H"]:
-    """Adds pieces to the blocks that they belong to, those of one block to each other first.
+    """Adds pieces to their blocks, after summing the pieces of the same block.
 
-    So no two write to one place, and sums have one order.
+    So no two pieces write to one place, and sums have a fixed order.
     """
     batch, lists, number = blocks.shape
     num_blocks, heads = total.shape[1:3]
@@ -336,7 +336,7 @@ def _of_listed_keys(
     block_tile: int,
     row_step: int,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """`dK` and `dV` of the layer over the rows that list each block.
+    """Computes `dK` and `dV` of the layer over the rows that list each block.
 
     A step takes `block_tile` pieces of up to `row_step` rows.
     """
@@ -354,7 +354,7 @@ def _of_listed_keys(
         taken = Queries(*(_take_rows(x, rows) for x in queries))
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
         where = positions.at[sequence, rows].get(mode="promise_in_bounds")
-        where = jnp.where(is_row[..., None], where, -1)  # before all keys
+        where = jnp.where(is_row[..., None], where, -1)  # a position before all keys: sees none
         where = jnp.swapaxes(where, 1, 2)[:, :, :, :, None, :, None]  # [B R M P 1 Q 1]
         visible = key_positions[:, :, :, None, None, None] <= where
         shape = (batch, tile, heads, step, group, tokens, size)
@@ -371,7 +371,7 @@ def _of_listed_keys(
     totals = jax.lax.fori_loop(0, num_steps, add, (start, start))
 
     def by_token(x: Float[Array, "B J heads size H"]) -> Float[Array, "B S K H"]:
-        """With the sum over the lists of a key/value head."""
+        """Sums over the lists of each key/value head."""
         x = x.reshape(batch, num_blocks, kv_heads, heads // kv_heads, size, head_dim)
         x = jnp.sum(x, axis=3).astype(blocks.key.dtype)
         return jnp.swapaxes(x, 2, 3).reshape(batch, -1, kv_heads, head_dim)
@@ -383,7 +383,7 @@ def _of_listed_keys(
 def _in_layer(
     grad: Float[Array, "B S K H"], layer: Int[Array, ""], num_layers: int
 ) -> Float[Array, "L B S K H"]:
-    """A layer's cotangent as that of the stacked cache."""
+    """Places a layer's cotangent in a cotangent of the stacked cache."""
     if num_layers == 1:
         return grad[None]
     zeros = jnp.zeros_like(grad, shape=(num_layers, *grad.shape))
@@ -405,21 +405,21 @@ def attend_lists(
     row_tile: int,
     block_step: int,
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "L B S K H"], Float[Array, "L B S K H"]]:
-    """Cotangents of the queries, keys and values that `xla.attend_lists` takes, in their dtypes.
+    """Computes the cotangents of queries, keys and values of `xla.attend_lists`, in their dtypes.
 
     Args:
-      query: As `xla.attend_lists` takes it, and so all else that it has too.
-      key: Likewise; layers other than `layer` have no cotangent.
-      value: Likewise.
-      selection: Likewise.
-      positions: Likewise.
+      query: As in `xla.attend_lists`.
+      key: As in `xla.attend_lists`. Layers other than `layer` get cotangents of 0.
+      value: As in `xla.attend_lists`.
+      selection: As in `xla.attend_lists`.
+      positions: As in `xla.attend_lists`.
       outputs: The output and its log-sum-exp.
-      grads: Their cotangents; `None` for a log-sum-exp that was not asked for.
-      layer: Likewise.
-      kv_lengths: Likewise.
-      scale: Likewise.
-      row_tile: Rows, and key blocks, that are processed together.
-      block_step: Blocks of a list, and rows that list a block, that one step gathers.
+      grads: Cotangents of `outputs`; `None` for the log-sum-exp if it was not returned.
+      layer: As in `xla.attend_lists`.
+      kv_lengths: As in `xla.attend_lists`.
+      scale: As in `xla.attend_lists`.
+      row_tile: Number of rows per tile of the first loop, and of pieces per step of the second.
+      block_step: Number of blocks of a list, or of rows of a piece, that one step gathers.
     """
     num_layers, batch, num_keys, kv_heads, head_dim = key.shape
     size, num_lists = selection.block_size, selection.ids.shape[1]
@@ -450,7 +450,7 @@ def attend_lists(
     return join_heads(grad_query, query.shape), grad_key, grad_value
 
 
-# All keys.
+# Dense attention.
 
 
 def attend_dense(
@@ -466,19 +466,19 @@ def attend_dense(
     scale: float,
     keys_per_step: int,
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "L B S K H"], Float[Array, "L B S K H"]]:
-    """Cotangents of the queries, keys and values that `xla.attend_dense` takes, in their dtypes.
+    """Computes the cotangents of queries, keys and values of `xla.attend_dense`, in their dtypes.
 
     Args:
-      query: As `xla.attend_dense` takes it, and so all else that it has too.
-      key: Likewise; layers other than `layer` have no cotangent.
-      value: Likewise.
-      positions: Likewise.
+      query: As in `xla.attend_dense`.
+      key: As in `xla.attend_dense`. Layers other than `layer` get cotangents of 0.
+      value: As in `xla.attend_dense`.
+      positions: As in `xla.attend_dense`.
       outputs: The output and its log-sum-exp.
-      grads: Their cotangents; `None` for a log-sum-exp that was not asked for.
-      layer: Likewise.
-      kv_lengths: Likewise.
-      scale: Likewise.
-      keys_per_step: Keys of a tile, in both loops.
+      grads: Cotangents of `outputs`; `None` for the log-sum-exp if it was not returned.
+      layer: As in `xla.attend_dense`.
+      kv_lengths: As in `xla.attend_dense`.
+      scale: As in `xla.attend_dense`.
+      keys_per_step: Number of keys of a tile, in both loops.
     """
     num_layers, batch, num_keys, kv_heads, head_dim = key.shape
     num_rows, num_heads = query.shape[1], query.shape[3]
@@ -487,7 +487,7 @@ def attend_dense(
     queries = _of_outputs(query, *outputs, *grads, kv_heads)
 
     def tiles_of(cache: Float[Array, "L B S K H"]) -> Float[Array, "X Z C H"]:
-        """Keys or values of the layer in tiles, 0 where no token is."""
+        """Splits the layer's keys or values into tiles, with 0 at absent tokens."""
         one = jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False)
         is_real = jnp.arange(num_keys, dtype=jnp.int32)[None, :] < kv_lengths[:, None]
         one = pad_axis(jnp.where(is_real[..., None, None], one, 0), 1, width)
@@ -497,7 +497,7 @@ def attend_dense(
     keys, values = tiles_of(key), tiles_of(value)
 
     def visible(index: Int[Array, ""], positions: Int[Array, "B Q"]) -> Bool[Array, "Z M C"]:
-        """Which keys of a tile the queries of a row see."""
+        """Whether each query of a row sees each key of a tile."""
         position = (index * width + jnp.arange(width, dtype=jnp.int32))[None, :]
         position = jnp.where(position < kv_lengths[:, None], position, NOWHERE)
         return sees(positions[:, None], position[:, None, None], kv_heads, group)
@@ -520,7 +520,7 @@ def attend_dense(
             found = _key_gradients(keys[index], values[index], taken, seen, scale)
             return totals[0] + found[0], totals[1] + found[1]
 
-        # Rows of queries are in order: those that end before the tile begins come first.
+        # Rows are in order, so the rows before the tile, which see none of it, come first.
         is_before = jnp.max(positions, axis=(0, 2)) < index * width
         start = jnp.zeros_like(queries.query, jnp.float32, shape=keys.shape[1:])
         grads = jax.lax.fori_loop(

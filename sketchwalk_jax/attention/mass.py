@@ -1,16 +1,15 @@
-"""How much of dense attention falls on each block of keys.
+"""Attention mass: the share of dense attention that falls on each block of keys.
 
 The mass of key block `j` for query block `i` is the sum of the softmax weights of the row's
 queries on the block's keys:
 
     M[i, j] = Σ_{t in row i} Σ_{s in block j, s <= t} softmax(scale · q_t Kᵀ)_s
 
-One pass over the keys finds the log-sum-exp of every (query, block); the softmax over blocks of
-those is the mass of each query, and no array of size tokens × tokens exists. In place of the sum,
-the largest share that any query and head gives a block can be asked for.
+One pass over the keys finds the log-sum-exp of every (query, block). A softmax of these over blocks
+gives the mass of each query, without an array of tokens × tokens. Instead of the sum, the maximum
+share over queries and heads can be computed.
 
-A query or a key that is not finite makes no score: what it would give counts as no attention. So
-does a score below -5e29.
+Scores of queries or keys that are not finite count as no attention. So do scores below -5e29.
 """
 
 from typing import Any
@@ -54,28 +53,27 @@ def block_mass(
     aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B *N I J"]:
-    """Attention mass of every (query block, key block), `M[i, j]` of the module's equation.
+    """Computes the attention mass of every (query block, key block), `M[i, j]` above.
 
     Args:
-      query: Queries after rotary embedding; column 0 stands at block `first_block`.
+      query: Queries after rotary embedding; column 0 is the start of block `first_block`.
       key: Keys from position 0 on, or a stacked cache `[L, B, S, K, H]` with `layer`.
       block_size: Tokens per block.
       layer: Layer of the stacked cache.
-      first_block: Block of each sequence's first column. Default 0.
-      valid: Columns that hold a query of the sequence. Default: those at positions below
+      first_block: Block of each sequence's first column. Default: 0.
+      valid: Whether each column is a query of the sequence. Default: the columns at positions below
         `kv_lengths`.
-      kv_lengths: Keys present in each sequence; later ones may hold anything. Default `S`.
-      scale: Factor of the scores. Default `1 / sqrt(H)`.
-      sum_heads: Whether the query heads are put together; otherwise the result has an axis for
-        them.
-      aggregate: What puts queries (and heads) together: `"sum"`, or `"max"` for the largest share
-        that one of them gives the block.
-      kernel_config: Tile sizes.
+      kv_lengths: Number of keys in each sequence. Later keys may have any values. Default: `S`.
+      scale: Factor of the scores. Default: `1 / sqrt(H)`.
+      sum_heads: Whether to combine the query heads; otherwise the result has an axis of heads.
+      aggregate: How to combine queries (and heads): `"sum"`, or `"max"` for the largest share that
+        any of them gives the block.
+      kernel_config: Tile sizes of the implementation.
 
     Returns:
       Float32 `[B, I, J]` with `I = ceil(T / block_size)` and `J = ceil(S / block_size)`, or
-      `[B, N, I, J]`. Of sums, a row sums to the number of its queries (times `N` where heads are
-      put together); rows without queries are 0.
+      `[B, N, I, J]`. With `"sum"`, a row sums to its number of queries (times `N` if heads are
+      combined); rows without queries are 0.
 
     Raises:
       ValueError: If shapes or dtypes do not fit together, `block_size` is not positive, or
@@ -129,25 +127,24 @@ def token_mass(
     aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B *N 1 J"]:
-    """Attention mass of every key block for one token per sequence, at `kv_lengths - 1`.
+    """Computes the attention mass of every key block for one token per sequence, the last one.
 
     Args:
-      query: The current token's queries.
-      key: Keys, the current token's included, or a stacked cache with `layer`.
+      query: Queries of the current token.
+      key: Keys, including the current token's key, or a stacked cache with `layer`.
       block_size: Tokens per block.
-      kv_lengths: Keys present in each sequence, the current token included.
+      kv_lengths: Number of keys in each sequence, including the current token's key.
       layer: Layer of the stacked cache.
-      scale: Factor of the scores. Default `1 / sqrt(H)`.
-      sum_heads: Whether the query heads are put together; otherwise the result has an axis for
-        them.
+      scale: Factor of the scores. Default: `1 / sqrt(H)`.
+      sum_heads: Whether to combine the query heads; otherwise the result has an axis of heads.
       aggregate: As in `block_mass`.
-      kernel_config: Tile sizes.
+      kernel_config: Tile sizes of the implementation.
 
     Returns:
-      Float32 `[B, 1, J]`, the sum of which sums to the number of query heads, or `[B, N, 1, J]`.
+      Float32 `[B, 1, J]`, which with `"sum"` sums to the number of query heads, or `[B, N, 1, J]`.
 
     Raises:
-      ValueError: As `block_mass`.
+      ValueError: In the same cases as `block_mass`.
     """
     batch, num_tokens = check_qkv(query, key, key, layer)
     check_integer("block_size", block_size)
@@ -176,17 +173,17 @@ def token_mass(
 def mass_recall(
     mass: Float[Array, "B *N I J"], selection: BlockSelection
 ) -> Float[Array, "B *N I"]:
-    """Share of each row's mass that its selected blocks hold.
+    """Share of each row's mass that falls on its selected blocks.
 
     `Σ_{j in list i} M[i, j] / Σ_j M[i, j]`
 
     Args:
-      mass: From `block_mass` or `token_mass`; with the heads kept apart where the selection has
-        lists of their own for them.
-      selection: Lists of key blocks for the same rows.
+      mass: Result of `block_mass` or `token_mass`, with an axis of heads if the selection has lists
+        per head.
+      selection: Block indices for the same rows.
 
     Returns:
-      Float32 in [0, 1]; 0 for rows without queries, which a mean should leave out.
+      Float32 in [0, 1]; 0 for rows without queries, which should be left out of a mean.
 
     Raises:
       ValueError: If the shapes do not fit together.
@@ -228,10 +225,10 @@ def _mass(
     row_tile: int,
     keys_per_step: int,
 ) -> Float[Array, "B *N I J"]:
-    """`M[i, j] = Σ_{t in row i} softmax(lse[t])_j`, `row_tile` rows at a time.
+    """Computes `M[i, j] = Σ_{t in row i} softmax(lse[t])_j`, `row_tile` rows at a time.
 
-    `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`;
-    `aggregate` says what stands in place of the sum.
+    `lse[t, j]` is the log-sum-exp of the scores of query `t` over the keys of block `j`. With
+    another `aggregate`, its operation replaces the sum.
     """
     query, key, positions, valid, kv_lengths = vary_alike(query, key, positions, valid, kv_lengths)
     batch, num_rows, tokens, num_heads, head_dim = query.shape
@@ -245,7 +242,7 @@ def _mass(
     row_tile = min(row_tile, num_rows)
 
     def tiles(x: Array) -> Array:
-        """`[tiles, B, R · Q, ...]` for `lax.map`, with padding rows at the end."""
+        """Reshapes to `[tiles, B, R · Q, ...]` for `lax.map`, with padding rows at the end."""
         padding = ((0, 0), (0, -num_rows % row_tile)) + ((0, 0),) * (x.ndim - 2)
         x = jnp.pad(x, padding).reshape(batch, -1, row_tile * tokens, *x.shape[3:])
         return jnp.moveaxis(x, 1, 0)
@@ -287,9 +284,9 @@ def _block_lse(
     scale: float,
     keys_per_step: int,
 ) -> Float[Array, "B K G T J"]:
-    """Log-sum-exp of every query's scores over each block's visible keys, of those before `reach`.
+    """Log-sum-exp of each query's scores over each block's visible keys before `reach`.
 
-    Blocks without a visible key have about `MASK_VALUE`. `keys_per_step` keys are taken at a time.
+    Blocks without a visible key have about `MASK_VALUE`. Each step takes `keys_per_step` keys.
     """
     batch, tokens, kv_heads, group, head_dim = query.shape
     num_blocks = key.shape[2] // block_size
@@ -298,7 +295,7 @@ def _block_lse(
     merged = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(batch * kv_heads, -1, head_dim)
 
     def visit(index: Int[Array, ""], block_lse: Array) -> Array:
-        # The last step reaches back, and finds for some blocks what an earlier one found.
+        # The last step starts earlier to fit, and recomputes some blocks.
         block = jnp.minimum(index * step, num_blocks - step)
         place = start_indices(layer, 0, block * block_size, 0, 0)
         keys = jax.lax.dynamic_slice(key, place, (1, batch, width, kv_heads, key.shape[-1]))[0]

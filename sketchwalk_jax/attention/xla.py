@@ -1,16 +1,16 @@
-"""Exact attention in plain JAX, for CPU, TPU and every GPU without kernels of our own.
+"""Exact attention in plain JAX, for CPU, TPU and every GPU that our kernels do not support.
 
-Two loops share one step. `attend_lists` visits the listed key blocks of each tile of query rows,
-`attend_dense` all keys up to the diagonal. Neither forms an array of size tokens × tokens, nor a
-float32 copy of the cache: each step touches `block_step` blocks of keys and folds them into a
-running softmax. The number of steps of a tile is its longest list, so a row costs what its own
-budget asks, whatever the longest list of the prompt may be.
+Two loops share one step. `attend_lists` visits the listed key blocks of each tile of rows (query
+blocks), `attend_dense` all keys up to the diagonal. Neither makes an array of tokens × tokens or a
+float32 copy of the cache: each step reads `block_step` blocks of keys and updates a running
+softmax. The number of steps of a tile is the length of its longest list, so a tile's cost does not
+depend on longer lists elsewhere in the prompt.
 
-Axis letters: `B` batch, `I` rows (query tiles) and `R` those of one tile, `Q` tokens of a row, `K`
+Axis letters: `B` batch, `I` rows (query tiles) and `R` rows of one tile, `Q` tokens of a row, `K`
 key/value heads (`N` for lists per query head), `M` the queries that share keys (heads of a group ×
-tokens), `C` keys of one step, `H` head dim. A step is one batched matrix product each way over `Z`,
-all of batch, rows and key/value heads merged: the shapes in which XLA neither transposes scores nor
-splits products.
+tokens), `C` keys of one step, `H` head dim. A step is two batched matrix products over `Z`, which
+merges batch, rows and key/value heads: in these shapes XLA neither transposes scores nor splits
+products.
 """
 
 import functools
@@ -32,22 +32,22 @@ from sketchwalk_jax.precision import (
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import explicit_axes, varying_axes
 
-_SUMMED_HEADS = 4  # heads that share values, at most, whose values are not multiplied as a matrix
-NOWHERE = jnp.iinfo(jnp.int32).max  # position of what no query sees
+_SUMMED_HEADS = 4  # if more heads share values, they are multiplied as a matrix
+NOWHERE = jnp.iinfo(jnp.int32).max  # position of keys that no query sees
 
-# key and value of one step [Z C H], and which scores count, broadcastable to [Z M C]
+# key and value of one step [Z C H], and mask of visible keys, broadcastable to [Z M C]
 Tile = tuple[Array, Array, Array]
 Running = tuple[Array, Array, Array]  # maximum, denominator [Z M], numerator [Z M H]
 
 
 def vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
-    """Trees of arrays, under `shard_map` all varying over the devices over which any of them does.
+    """Under `shard_map`, makes all arrays vary over all mesh axes that any of them varies over.
 
-    Loops and derivatives want types that agree. Elsewhere nothing happens.
+    Loops and derivatives need types that agree. Outside of `shard_map` nothing happens.
 
     Args:
       *trees: The arrays.
-      like: Other arrays, over whose devices they vary too.
+      like: Other arrays, whose mesh axes the arrays get too.
     """
     arrays, structure = jax.tree.flatten(trees)
     every = frozenset[Any]().union(*map(varying_axes, [*arrays, *jax.tree.leaves(like)]))
@@ -60,12 +60,13 @@ def vary_alike(*trees: Any, like: Any = None) -> tuple[Any, ...]:
 
 
 def on_auto_axes(specs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: inside of the function, mesh axes of type Explicit are Auto ones.
+    """Decorator that turns mesh axes of type Explicit into Auto ones inside the function.
 
-    So XLA divides its operations among the devices. Without such axes nothing happens.
+    XLA then divides the function's operations among the devices. Without such axes it does nothing.
 
     Args:
-      specs: The partition specs of the results, of those of the arguments and of the options.
+      specs: Function that returns the results' partition specs, given the arguments' specs and
+        the options.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +97,7 @@ def on_auto_axes(specs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
 def batched_dot(
     x: Float[Array, "Z X1 X2"], y: Float[Array, "Z Y1 Y2"], contract: int, own: int = 2
 ) -> Float[Array, "Z M Y"]:
-    """Products over axis `own` of `x` and axis `contract` of `y`, summed in float32."""
+    """Matrix products over axis `own` of `x` and axis `contract` of `y`, summed in float32."""
     return jax.lax.dot_general(
         x,
         y,
@@ -126,7 +127,7 @@ def _fold_steps(
     scale: float,
 ) -> tuple[Float[Array, "Z M H"], Float[Array, "Z M"]]:
     """Attention of one tile of rows over `num_steps` tiles of keys, and its log-sum-exp."""
-    one = query[..., 0]  # "like" the query, so that under `shard_map` these vary over devices too
+    one = query[..., 0]  # a template, so that under `shard_map` these vary like the query
     start = (
         jnp.full_like(one, FIRST_MAXIMUM, jnp.float32),
         jnp.zeros_like(one, jnp.float32),
@@ -140,7 +141,7 @@ def _fold_steps(
 
 
 def _finish(running: Running) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows"]]:
-    """The output and its log-sum-exp: 0 and -inf for a row that saw no key."""
+    """Returns the output and its log-sum-exp: 0 and -inf for a row that saw no key."""
     maximum, denominator, numerator = running
     is_empty = denominator == 0.0
     safe = jnp.where(is_empty, 1.0, denominator)
@@ -149,7 +150,7 @@ def _finish(running: Running) -> tuple[Float[Array, "*rows H"], Float[Array, "*r
 
 
 def pad_axis(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
-    """`x` with `value` behind it on one axis, up to a multiple."""
+    """Pads one axis of `x` at its end with `value`, up to a multiple."""
     padding = -x.shape[axis] % multiple
     if not padding:
         return x
@@ -165,7 +166,7 @@ def rows_first(x: Array, tile: int, axis: int = 1) -> Array:
 
 
 def split_heads(query: Float[Array, "B I Q N H"], kv_heads: int) -> Float[Array, "B I K M H"]:
-    """Queries by key/value head, the group's heads and the row's tokens as one axis `M = G Q`."""
+    """Groups queries by key/value head; merges a group's heads and a row's tokens, `M = G Q`."""
     batch, num_rows, tokens, num_heads, head_dim = query.shape
     group = num_heads // kv_heads
     query = query.reshape(batch, num_rows, tokens, kv_heads, group, head_dim)
@@ -174,7 +175,7 @@ def split_heads(query: Float[Array, "B I Q N H"], kv_heads: int) -> Float[Array,
 
 
 def join_heads(x: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `split_heads` over tiles of rows; `shape` is that of the queries.
+    """Inverts `split_heads` over tiles of rows; `shape` is the shape of the queries.
 
     Args:
       x: `[X B R K M H]`, or without the last axis.
@@ -194,9 +195,9 @@ def gather_blocks(
     layer: Int[Array, ""],
     kv_head: Int[Array, "M"],
 ) -> Float[Array, "B R heads P size H"]:
-    """The listed blocks of one layer: for every head of the loop those of its own list."""
+    """Gathers the listed blocks of one layer, for every head from its own list."""
     sequence = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None, None]
-    ids = jnp.minimum(ids, cache.shape[2] - 1)  # what pads a list is read, and hidden
+    ids = jnp.minimum(ids, cache.shape[2] - 1)  # padding of a list is read and masked
     if ids.shape[1] == 1:  # one list for all heads: whole blocks of tokens are taken
         taken = cache.at[layer, sequence, ids[:, 0]].get(mode="promise_in_bounds")
         return jnp.transpose(taken, (0, 1, 4, 2, 3, 5))
@@ -210,7 +211,7 @@ def listed_positions(
     kv_lengths: Int[Array, "B"],
     block_size: int,
 ) -> tuple[Int[Array, "B R M P size"], Bool[Array, "B R M P size"]]:
-    """Positions of a step's keys, and which of them are listed tokens; others stand nowhere."""
+    """Positions of a step's keys, `NOWHERE` if not listed or absent; and a mask of the others."""
     offset = jnp.arange(block_size, dtype=jnp.int32)
     position = ids[..., None] * block_size + offset[None, None, None, None, :]
     is_real = is_listed[..., None] & (position < kv_lengths[:, None, None, None, None])
@@ -226,21 +227,22 @@ def _first_lost(
     kv_head: Int[Array, "M"],
     kv_lengths: Int[Array, "B"],
 ) -> Int[Array, "B R heads"]:
-    """Position of the first value in each row's own block that is not finite.
+    """Position of the first value that is not finite in each row's own block.
 
-    Some queries of a row do not see all of its own block, and a weight of 0 does not erase NaN.
-    Those that see any value from this one on see this one too. So values from it on may be taken
-    for 0 and the outputs of queries from it on for NaN. Other listed blocks are seen whole.
+    Some queries of a row do not see all of the row's own block, and a weight of 0 does not remove
+    NaN. Queries that see any value from this position on also see this value. So values from here
+    on can be set to 0, and the outputs of queries from here on to NaN. Queries see other listed
+    blocks whole.
 
     Args:
       value: Values by block.
-      tile: Lists of the rows, how many blocks each has, and the blocks of the rows' own tokens.
+      tile: Block indices of the rows, their counts, and the blocks of the rows' own tokens.
       layer: Layer of the values.
       kv_head: Key/value head of each list.
-      kv_lengths: Values present in each sequence.
+      kv_lengths: Number of values in each sequence.
 
     Returns:
-      Positions; the end of the row where all that are listed are finite.
+      Positions; the end of the row if all listed values are finite.
     """
     ids, counts, own = tile
     size = value.shape[3]
@@ -261,7 +263,7 @@ def sees(
     heads: int,
     group: int,
 ) -> Bool[Array, "Z GQ C"]:
-    """Which keys each query sees, causally, as the matrix products are laid out."""
+    """Whether each query causally sees each key, in the layout of the matrix products."""
     visible = key_positions[:, :, :, None, None, :] <= query_positions[:, :, None, None, :, None]
     batch, rows, _, _, tokens, keys = visible.shape  # [B R M 1 Q C]
     visible = jnp.broadcast_to(visible, (batch, rows, heads, group, tokens, keys))
@@ -283,21 +285,21 @@ def attend_lists(
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
     """Attention of each row over its listed blocks, causal by `positions` (Algorithm 1 step 8).
 
-    Tiles of `row_tile` rows follow one another. Each folds `block_step` blocks of its lists at a
-    time into a running softmax, until its longest list ends. `S` is a multiple of the row size, and
-    the queries of a row stand in one block of that size. Returns the output and its log-sum-exp. A
-    key or value that is not finite reaches the queries that see it and no others.
+    Tiles of `row_tile` rows run one after another. Each updates a running softmax with `block_step`
+    listed blocks at a time, until its longest list ends. `S` is a multiple of the row size, and the
+    queries of a row are in one block of that size. Returns the output and its log-sum-exp. A key or
+    value that is not finite affects only the queries that see it.
     """
     shape, size = query.shape, selection.block_size
     batch, num_rows, tokens, num_heads, head_dim = shape
     num_layers, _, num_keys, kv_heads, _ = key.shape
     num_blocks, num_lists = num_keys // size, selection.ids.shape[1]
-    # Lists per query head make every query head a group of its own.
+    # If each query head has its own list, each is a group of its own.
     heads = max(num_lists, kv_heads)
     group = num_heads // heads
     kv_head = jnp.arange(num_lists, dtype=jnp.int32) // (heads // kv_heads)
     row_tile, step = min(row_tile, num_rows), min(block_step, selection.ids.shape[-1])
-    # Without it XLA fuses the reshape with the write that made the cache, and so copies the cache.
+    # Without the barrier, XLA fuses the reshape with the cache's write, and so copies the cache.
     key, value = jax.lax.optimization_barrier((key, value))
     blocked = (num_layers, batch, num_blocks, size, kv_heads, head_dim)
     key, value = key.reshape(blocked), value.reshape(blocked)
@@ -309,7 +311,7 @@ def attend_lists(
         products = (batch * row_tile * heads, -1, head_dim)  # [Z, queries or keys, H]
         last = jnp.max(positions, axis=-1)
         if tokens == 1:
-            end = (last + 1)[:, :, None]  # of what the query sees
+            end = (last + 1)[:, :, None]  # of the keys that the query sees
         else:
             where: dict[str, Any] = {"layer": layer, "kv_head": kv_head, "kv_lengths": kv_lengths}
             row = selection.queries_per_row
@@ -328,7 +330,7 @@ def attend_lists(
             keys, values = (
                 gather_blocks(x, listed, layer=layer, kv_head=kv_head) for x in (key, value)
             )
-            # Slots that hold no token may hold anything, NaN included; weight 0 would not erase it.
+            # Absent tokens may be NaN, which a weight of 0 would not remove.
             is_taken = is_real & (position < end[..., None, None])
             values = jnp.where(is_taken[..., None], values, 0)
             return keys.reshape(products), values.reshape(products), visible
@@ -365,13 +367,13 @@ def attend_dense_token(
     kv_lengths: Int[Array, "B"],
     scale: float,
 ) -> tuple[Float[Array, "B 1 1 N H"], Float[Array, "B 1 1 N"]]:
-    """`attend_dense` of one token per sequence, as XLA fuses it best on a GPU.
+    """`attend_dense` for one token per sequence, in the form that XLA fuses best on a GPU.
 
-    A product with so few rows is bound by memory. Matrix products would have keys and values copied
-    first, head by head, which takes three passes over them, and the whole cache turned around
-    before the first layer and back after the last. Sums of products are fused with what reads the
-    cache where it lies. XLA makes one or two passes over the keys, and over the values half as many
-    as heads share them; from five such heads on a product of copied values is cheaper.
+    With so few rows, memory traffic decides. Matrix products would first copy keys and values by
+    head, which takes three passes over them, and would transpose the whole cache before the first
+    layer and after the last. Sums of products are fused with the reads of the cache in place. XLA
+    then makes one or two passes over the keys, and half as many over the values as heads share
+    them. If five or more heads share values, a product with copied values is cheaper.
     """
     batch, _, _, num_heads, head_dim = query.shape
     key_tokens, kv_heads = key.shape[2:4]
@@ -387,10 +389,10 @@ def attend_dense_token(
     ]
     scores = jnp.where(is_seen, jnp.stack(products, axis=-1) * scale, MASK_VALUE)  # [B S K G]
     maximum = jnp.max(scores, axis=1, initial=FIRST_MAXIMUM)
-    # Made once: each power would be taken again for every feature of a value.
+    # Without the barrier, each exponential would be computed again for every feature of a value.
     weights = jax.lax.optimization_barrier(jnp.exp(scores - maximum[:, None]))
     denominator = jnp.sum(weights, axis=1)
-    values = jnp.where(is_seen, values, 0)  # weight 0 would not erase NaN
+    values = jnp.where(is_seen, values, 0)  # a weight of 0 would not remove NaN
     if group <= _SUMMED_HEADS:
         wide = values.astype(jnp.float32)
         sums = [jnp.sum(wide * weights[..., index, None], axis=1) for index in range(group)]
@@ -420,8 +422,8 @@ def attend_dense(
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
     """Attention of each row over all keys up to its positions, `keys_per_step` at a time.
 
-    Returns the output and its log-sum-exp. A key or value that is not finite reaches the queries
-    that see it and no others.
+    Returns the output and its log-sum-exp. A key or value that is not finite affects only the
+    queries that see it.
     """
     shape = query.shape
     batch, _, _, num_heads, head_dim = shape
@@ -429,7 +431,7 @@ def attend_dense(
         where: dict[str, Any] = {"layer": layer, "kv_lengths": kv_lengths, "scale": scale}
         return attend_dense_token(query, key, value, positions, **where)
     key_tokens, kv_heads = key.shape[2:4]
-    key, value = jax.lax.optimization_barrier((key, value))  # as above: where one step takes all
+    key, value = jax.lax.optimization_barrier((key, value))  # as in `attend_lists`
     group = num_heads // kv_heads
     width = min(keys_per_step, key_tokens)
     products = (batch * kv_heads, -1, head_dim)  # [Z, queries or keys, H]
@@ -441,7 +443,7 @@ def attend_dense(
 
         def load(index: Int[Array, ""]) -> Tile:
             first = index * width
-            start = jnp.minimum(first, key_tokens - width)  # the last tile reaches back
+            start = jnp.minimum(first, key_tokens - width)  # the last tile starts earlier to fit
 
             def slice_heads(cache: Array) -> Float[Array, "B K C H"]:
                 extent = (1, batch, width, kv_heads, head_dim)
@@ -453,12 +455,12 @@ def attend_dense(
             is_real = (position >= first) & (position < kv_lengths[:, None])  # [B C]
             position = jnp.where(is_real, position, NOWHERE)
             keys, values = slice_heads(key), slice_heads(value)
-            # Nobody sees what is behind the last query, and weight 0 would not erase NaN.
+            # No query sees keys after the last query, and a weight of 0 would not remove NaN.
             is_seen = position <= jnp.max(positions, axis=(1, 2))[:, None]
             values = jnp.where(is_seen[:, None, :, None], values, 0)
             if positions.shape[-1] > 1:
-                # Queries before a token have weight 0 for it, which would not erase NaN. So the
-                # score of a value that is not finite is NaN instead, for those alone that see it.
+                # Queries before such a value have weight 0 for it, which would not remove NaN. So
+                # make its score NaN and its value 0: this affects only the queries that see it.
                 is_lost = ~jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
                 keys = jnp.where(is_lost, jnp.nan, keys)
                 values = jnp.where(is_lost, 0, values)
