@@ -1,6 +1,6 @@
-"""Policies by name: each decides which key blocks a query attends to.
+"""Policies by name. A policy decides which key blocks each query attends to.
 
-A new policy is one file and one line here.
+To add a policy, add one file, and one line here.
 """
 
 import dataclasses
@@ -33,19 +33,19 @@ _CLASSES: dict[str, type[Policy]] = {
 POLICIES = tuple(_CLASSES)
 PRESETS = ("recommended", "paper", "released", "damped", "one_hop")
 OVER = ("sparse_layers", "all_layers")
-"""Layers whose mean density a policy with a knob can be calibrated to."""
+"""Layers over which a policy's mean density can be calibrated with its threshold (`knob`)."""
 
 
 def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Policy:
-    """The policy called `policy`, as the command line and the evaluation name it.
+    """Makes a policy by its name on the command line and in the evaluation.
 
     Args:
       policy: One of `POLICIES`.
       preset: For `"sketchwalk"`, one of `PRESETS`: `"recommended"` (the default),
         `"paper"`, `"released"`, `"damped"`, `"one_hop"`.
       **overrides: Fields of the policy's configuration, such as `density`; `None` means default.
-        The dense policy passes over a density; MInference and FlexPrefill have a knob in its
-        place, of which `sketchwalk_jax.evaluation.calibrate` finds the value for a density.
+        The dense policy ignores a density. MInference and FlexPrefill have a threshold instead
+        (`knob`); `sketchwalk_jax.evaluation.calibrate` finds its value for a density.
 
     Returns:
       A frozen policy.
@@ -87,11 +87,11 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
 
 
 def with_plan(policy: Policy, plan: Plan | None) -> Policy:
-    """The policy with a model's plan, where it is the recommended one and has none.
+    """Adds a model's plan to the recommended policy if it has none; returns others unchanged.
 
     Args:
       policy: Any policy.
-      plan: That of the model, `model_config.plan`; None where it has none.
+      plan: The model's plan, `model_config.plan`, or `None`.
 
     Example:
       >>> plan = Plan(densities=((0.1,), (0.1,)), errors=((0.5,), (0.02,)), weights=(1.0, 1.0),
@@ -105,20 +105,20 @@ def with_plan(policy: Policy, plan: Plan | None) -> Policy:
 
 
 def takes_density(policy: Policy) -> bool:
-    """Whether the policy's density can be set: it is a field of the configuration.
+    """Whether the policy's density can be set, which is a field of its configuration.
 
-    Dense has none, nor has the preset `released`, and those with a knob are calibrated.
+    `Dense` and the preset `released` have no density. Policies with a threshold are calibrated.
     """
     return any(field.name == "density" for field in dataclasses.fields(policy))
 
 
 def has_knob(policy: Policy) -> bool:
-    """Whether the policy is calibrated to a density, by the field that `policy.knob` names."""
+    """Whether the policy is calibrated to a density by a threshold, the field `policy.knob`."""
     return getattr(policy, "knob", None) is not None
 
 
 def changed_fields(policy: Policy) -> dict[str, Any]:
-    """The fields of a policy that are not at their defaults, as JSON has them; a plan's short hash.
+    """Returns a policy's fields that differ from the defaults, for JSON; a plan's short hash.
 
     Example:
       >>> changed_fields(by_name("streaming", density=0.1))

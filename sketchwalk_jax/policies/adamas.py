@@ -16,30 +16,30 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamasConfig(DecodePolicy):
-    """Keeps the tokens whose codes are nearest to the query's.
+    """Keeps the tokens whose codes have the smallest distance from the query's code.
 
-    With the orthonormal Hadamard transform `x' = x Hadamard(H) / sqrt(H)` and a code of two bits
-    per channel, the number of `thresholds` below it, the distance of a key from a query is
+    `x' = x Hadamard(H) / sqrt(H)` is the orthonormal Hadamard transform. A channel's two-bit code
+    is the number of `thresholds` below it. The distance of a key from a query is
     `Σ_d |code(q'_d) - code(k'_d)|`. Every query head keeps the `budget` tokens of smallest
-    distance, the earlier of two that are equally far. A key's code is an eighth of its bytes in
-    bfloat16.
+    distance; the earlier token wins a tie. A key's code takes an eighth of the bytes of a bfloat16
+    key.
 
-    Prompts are read densely. Lists are of tokens, so attention over them runs on XLA;
-    `block_size` says only how prompts are laid out.
+    Prompts are read densely. Lists hold tokens, not blocks, so attention over them runs on XLA;
+    `block_size` only determines the layout of prompts.
 
-    The thresholds are absolute, so what suits one model may put every channel of another into two
-    of the four codes: `calibrate_thresholds` finds a model's own, which the evaluation takes.
+    The thresholds are absolute, so thresholds for one model may put every channel of another into
+    two of the four codes. `calibrate_thresholds` finds a model's own; the evaluation uses it.
 
     Attributes:
-      block_size: Tokens of which the cache holds whole multiples.
+      block_size: Tokens per block; the cache holds a multiple of it.
       density: Share of the causal tokens that every query head keeps, in (0, 1]; rounded up.
-      token_budget: When given, tokens to keep at every step, in place of the density.
+      token_budget: If given, number of tokens to keep at every step, instead of the density.
       force_current: Whether the current token is always kept, inside the budget.
       dense_layers: Leading layers that stay dense.
       thresholds: Three ascending limits between the codes 0, 1, 2, 3, in units of keys.
 
     Raises:
-      ValueError: If a field is outside its range, or a model's head_dim is no power of two of at
+      ValueError: If a field is outside its range, or a model's head_dim is not a power of two of at
         least 8.
 
     Example:
@@ -67,18 +67,18 @@ class AdamasConfig(DecodePolicy):
 
     @property
     def unit_size(self) -> int:
-        """Lists are of tokens."""
+        """Lists hold single tokens."""
         return 1
 
     @property
     def statistics_key(self) -> tuple[tuple[str, Any], ...]:
-        """Where codes begin."""
+        """The thresholds, which change the meaning of codes."""
         return (("thresholds", self.thresholds),)
 
     def init_statistics(
         self, shape: LayerShape, *, batch: int, num_blocks: int
     ) -> UInt8[Array, "B J Q K 2 W"]:
-        """Codes of zero."""
+        """Returns codes of zero."""
         _check_head_dim(shape.head_dim)
         size = (batch, num_blocks, self.block_size, shape.num_kv_heads, 2, shape.head_dim // 8)
         return jnp.zeros(size, jnp.uint8)
@@ -112,7 +112,7 @@ class AdamasConfig(DecodePolicy):
         layer: Int[Array, ""],
         span: Span,
     ) -> Float[Array, "B N 1 S"]:
-        """Minus the distance of every token's code from that of the query, in every head."""
+        """Negative distance of every token's code from the query's code, in every head."""
         batch, _, num_heads, _ = query.shape
         kv_heads, planes = statistics.shape[3], statistics.shape[4:]
         codes = encode_channels(query, self.thresholds).reshape(batch, kv_heads, -1, 1, *planes)
@@ -130,7 +130,7 @@ def _check_head_dim(head_dim: int) -> None:
 
 
 def hadamard_transform(x: Float[Array, "*axes H"]) -> Float[Array, "*axes H"]:
-    """`x Hadamard(H) / sqrt(H)` in float32, in `log2(H)` rounds of sums and differences.
+    """Computes `x Hadamard(H) / sqrt(H)` in float32, in `log2(H)` rounds of sums and differences.
 
     Args:
       x: Vectors; `H` is a power of two.
@@ -151,14 +151,14 @@ def hadamard_transform(x: Float[Array, "*axes H"]) -> Float[Array, "*axes H"]:
 def encode_channels(
     x: Float[Array, "*axes H"], thresholds: tuple[float, float, float]
 ) -> UInt8[Array, "*axes 2 W"]:
-    """Codes 0 to 3 of the transformed channels, as one plane of high and one of low bits.
+    """Codes 0 to 3 of the transformed channels, as a plane of high bits and one of low bits.
 
     Args:
       x: Queries or keys after rotary embedding.
-      thresholds: Ascending limits; the code is the number of them below the channel's value.
+      thresholds: Ascending limits; a channel's code is the number of limits below it.
 
     Returns:
-      Eight channels to the byte, `W = H / 8`.
+      Codes, eight channels per byte, `W = H / 8`.
     """
     x = hadamard_transform(x)
     above: list[Bool[Array, "*axes H"]] = [x > limit for limit in thresholds]
@@ -169,7 +169,7 @@ def encode_channels(
 def code_distance(
     one: UInt8[Array, "*#axes 2 W"], other: UInt8[Array, "*#axes 2 W"]
 ) -> Int[Array, "*#axes"]:
-    """`Σ_d |a_d - b_d|` of two-bit codes, from `|a - b| = Σ_{t=1..3} [a >= t] xor [b >= t]`.
+    """Computes `Σ_d |a_d - b_d|` of two-bit codes, as `Σ_{t=1..3} [a >= t] xor [b >= t]`.
 
     Args:
       one: Codes from `encode_channels`.
@@ -191,7 +191,7 @@ def code_distance(
 
 
 def calibrate_thresholds(key: Float[Array, "*axes H"]) -> tuple[float, float, float]:
-    """Thresholds that put a quarter of the transformed channels of some keys into each code.
+    """Thresholds that put a quarter of the keys' transformed channels into each code.
 
     Args:
       key: Keys after rotary embedding, such as a few thousand tokens of `cache.key`, without
@@ -201,7 +201,7 @@ def calibrate_thresholds(key: Float[Array, "*axes H"]) -> tuple[float, float, fl
       The quartiles, for `AdamasConfig(thresholds=...)`.
 
     Raises:
-      ValueError: If the head_dim is no power of two.
+      ValueError: If the head_dim is not a power of two.
 
     Example:
       >>> import jax
@@ -214,6 +214,6 @@ def calibrate_thresholds(key: Float[Array, "*axes H"]) -> tuple[float, float, fl
 
 
 def key_quartiles(key: Float[Array, "*axes H"]) -> Float[Array, "3"]:
-    """`calibrate_thresholds` for use under `jit`; keys of NaN are left out."""
+    """`calibrate_thresholds` for use under `jit`; ignores keys of NaN."""
     _check_head_dim(key.shape[-1])
     return jnp.nanquantile(hadamard_transform(key), jnp.array([0.25, 0.5, 0.75], jnp.float32))

@@ -1,15 +1,15 @@
-"""The interface between prediction (which blocks?) and attention (over which blocks).
+"""The interface between policies, which select key blocks, and attention over these blocks.
 
-A *policy* turns queries, keys and its own state into a `BlockSelection`; one set of attention
-kernels then attends over the listed blocks, whatever policy listed them. Two kinds of state exist:
+A *policy* turns queries, keys and its own state into a `BlockSelection`. The same attention kernels
+then attend over the listed blocks for all policies. A policy has two kinds of state:
 
-* *statistics*, one set per layer, live in the cache beside K and V and grow with the sequence
-  (sums of queries and keys in sketch space, say);
-* the *walk* crosses layers within one call and starts afresh with the next.
+* *statistics*, one set per layer, are in the cache with K and V and grow with the sequence (for
+  example sums of queries and keys in sketch space);
+* the *walk* is passed from layer to layer within one call, and starts again in the next call.
 
-`Policy` is the interface. What a rule needs of it decides where it starts: `BudgetPolicy` and
-`DecodePolicy` write a score and get their lists made of it, `PrefillPolicy` lists blocks itself and
-is set to a density by a knob. `README.md` beside this file has an example.
+`Policy` is the interface. Choose a base class by what you write: for `BudgetPolicy` and
+`DecodePolicy` a score, from which they make the block indices; for `PrefillPolicy` the block
+indices, with a threshold (`knob`) that sets the density. `README.md` in this folder has an example.
 """
 
 import abc
@@ -40,21 +40,21 @@ PyTree = Any
 @register
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The tokens that one call adds to the sequences: those of a prompt, or one of each in decode.
+    """The tokens that one call adds to the sequences: prompts, or one token each in decode.
 
-    Tokens of a prompt are laid out on absolute block boundaries: column `t` of the call's arrays
-    stands for position `first_block · block_size + t`. A single decoded token stands at `end - 1`,
-    anywhere in its block.
+    Prompt tokens are aligned to absolute block boundaries: column `t` of the call's arrays has
+    position `first_block · block_size + t`. A decoded token has position `end - 1`, anywhere in its
+    block.
 
     Attributes:
-      first_block: Block of the first row, int32 `[B]`.
-      valid: Which columns hold a token of the sequence, bool `[B, T]`; the others are padding.
-      end: Tokens in the cache once this call has been written, int32 `[B]`.
-      prompt_end: Tokens in the cache once the whole prompt has been written, int32 `[B]`; later
-        than `end` while a prompt is being read in chunks.
-      heads: How the heads are spread over ranks, each of which makes this call for its own; `None`
-        where they are all here.
-      blocks: How the rows of a prompt are spread over ranks; `None` where they are all here.
+      first_block: Block of the first row (query block), int32 `[B]`.
+      valid: Whether each column is a token of the sequence, bool `[B, T]`; the others are padding.
+      end: Number of tokens in the cache after this call's write, int32 `[B]`.
+      prompt_end: Number of tokens in the cache after the whole prompt is written, int32 `[B]`;
+        larger than `end` while a prompt is read in chunks.
+      heads: Distribution of the heads over ranks, each of which makes this call for its own heads;
+        `None` if this device has all heads.
+      blocks: Distribution of a prompt's rows over ranks; `None` if this device has all rows.
     """
 
     first_block: Int[Array, "B"]
@@ -68,23 +68,23 @@ class Span:
     def of_tokens(
         cls, positions: Int[Array, "B"], block_size: int, active: Bool[Array, "B"] | None = None
     ) -> "Span":
-        """One decoded token of each sequence, at `positions`; inactive ones are padding."""
+        """Makes the span of one decoded token per sequence; inactive ones are padding."""
         active = jnp.ones(positions.shape, bool) if active is None else active
         return cls(positions // block_size, active[:, None], positions + 1, positions + 1)
 
     @property
     def is_token(self) -> bool:
-        """Whether this is one token of each sequence, as decoding adds them."""
+        """Whether this is one token of each sequence, as in decode."""
         return self.valid.shape[1] == 1
 
     @property
     def phase(self) -> str:
-        """`"prefill"` or `"decode"`."""
+        """The phase, `"prefill"` or `"decode"`."""
         return "decode" if self.is_token else "prefill"
 
     @property
     def positions(self) -> Int[Array, "B"]:
-        """The last token's position in each sequence: in decode, the one token's."""
+        """Position of the last token in each sequence; in decode, of the only token."""
         return self.end - 1
 
     def start(self, block_size: int) -> Int[Array, "B"]:
@@ -92,14 +92,14 @@ class Span:
         return self.positions if self.is_token else self.first_block * block_size
 
     def rows(self, block_size: int) -> Int[Array, "B I"]:
-        """Absolute block indices of the call's query blocks; in decode of the token's own block."""
+        """Absolute block indices of the query blocks; in decode, of the token's block."""
         if self.is_token:
             return (self.positions // block_size)[:, None]
         num_rows = self.valid.shape[1] // block_size
         return self.first_block[:, None] + jnp.arange(num_rows, dtype=jnp.int32)[None, :]
 
     def queries_of_rows(self, block_size: int) -> tuple[Int[Array, "B I"], Int[Array, "B I"]]:
-        """Position of the first query of each row, and how many queries the row has.
+        """Returns the position of the first query of each row, and the row's number of queries.
 
         A row may begin and end with padding.
         """
@@ -113,12 +113,12 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """Sizes a policy needs to lay out its statistics.
+    """Sizes that a policy needs to allocate its statistics.
 
     Attributes:
-      num_heads: Query heads `N`.
-      num_kv_heads: Key/value heads `K`.
-      head_dim: Size of one head `H`.
+      num_heads: Number of query heads `N`.
+      num_kv_heads: Number of key/value heads `K`.
+      head_dim: Size of a head `H`.
       dtype: Type of queries, keys and values.
     """
 
@@ -129,13 +129,13 @@ class LayerShape:
 
 
 class TokenWrite(NamedTuple):
-    """A decoded token's values, and where they and its keys go.
+    """A decoded token's values, and the caches to write its keys and values into.
 
     Attributes:
-      value: The values.
-      keys: Keys of all layers.
-      values: Values of all layers.
-      layer: The layer.
+      value: Values of the token.
+      keys: Cached keys of all layers.
+      values: Cached values of all layers.
+      layer: Index of the layer to write.
     """
 
     value: Float[Array, "B 1 K H"]
@@ -145,16 +145,16 @@ class TokenWrite(NamedTuple):
 
 
 def take_layer(stacked: PyTree, layer: Int[Array, ""]) -> PyTree:
-    """A copy of one layer's arrays, of those of all on a leading axis."""
+    """Copies one layer's arrays out of arrays with a leading axis of layers."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacked)
 
 
 @runtime_checkable
 class InPlace(Protocol):
-    """Statistics of all layers on a leading axis, of which no layer is taken out to change it.
+    """Updates one layer's statistics inside the arrays of all layers, without copying them out.
 
-    A policy may have one (`Policy.in_place`); without it, a layer's statistics are copied out for
-    `Policy.observe` and put back.
+    A policy may have one (`Policy.in_place`). Without it, a layer's statistics are copied out for
+    `Policy.observe` and copied back.
     """
 
     def observe(
@@ -167,70 +167,68 @@ class InPlace(Protocol):
         kernel_config: KernelConfig | None,
         write: TokenWrite | None = None,
     ) -> tuple[Any, ...] | None:
-        """`Policy.observe` in one of all layers.
+        """Updates the statistics of one layer, like `Policy.observe`.
 
         Args:
           key: Keys of the span's tokens.
-          statistics: Those of all layers so far.
-          layer: Which of them the tokens are added to.
+          statistics: Statistics of all layers so far.
+          layer: Index of the layer to update.
           span: The tokens.
-          kernel_config: What kernels run with, or `None` for plain JAX.
-          write: Where a decoded token's keys and values are written in the same launch.
+          kernel_config: Settings of the kernels, or `None` for plain JAX.
+          write: Caches into which the same kernel writes a decoded token's keys and values.
 
         Returns:
-          The statistics of all layers, and behind them with `write` the caches of keys and values;
-          or `None` where the call cannot be taken.
+          The statistics of all layers, followed by the caches of keys and values if `write` is
+          given; or `None` if this call is not supported.
         """
 
     def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
-        """What `Policy.select` takes of one layer, of the statistics of all."""
+        """Returns one layer's statistics for `Policy.select`, from all layers' statistics."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(abc.ABC):
     """A rule that selects key blocks. Subclasses are frozen, hashable dataclasses.
 
-    A policy without a memory writes `select` alone: by default there are neither statistics nor a
+    A policy without state implements only `select`: by default there are neither statistics nor a
     walk.
 
     Attributes:
       block_size: Tokens per block.
-      dense_layers: Layers that attend to everything: how many leading ones, or a tuple of the
-        indices of any.
+      dense_layers: Layers that attend to everything: the number of leading ones, or a tuple of
+        layer indices.
     """
 
     counts_dense_layers: ClassVar[bool] = False
-    """Whether a density means all layers of the model, dense ones included."""
+    """Whether the density is a mean over all layers of the model, including dense ones."""
 
     heads_on_mesh: ClassVar[Literal["all", "combined", "own"]] = "all"
-    """What the policy sees on ranks that share the heads of a layer (`Span.heads`).
+    """Heads that the policy sees if ranks share the heads of a layer (`Span.heads`).
 
-    `"all"`: queries, keys and statistics of all heads, gathered before it is asked. Any policy
-    works so, and selects what it selects on one device; every rank does all of the work, and
-    receives queries and keys of the span, and the whole cache if the policy reads it. `"combined"`:
-    those of the rank's own heads; it puts what it finds together, over `span.heads`, before it
-    makes one list for all heads. `"own"`: those of the rank's own heads, for each of which it makes
-    a list.
+    `"all"`: queries, keys and statistics of all heads, gathered before the call. This works for any
+    policy and gives the selection of one device. But every rank does all the work, and receives the
+    span's queries and keys, and the whole cache if the policy reads it. `"combined"`: the rank's
+    own heads; the policy combines its results over `span.heads` before it makes one list for all
+    heads. `"own"`: the rank's own heads; the policy makes a list for each of them.
     """
 
     blocks_on_mesh: ClassVar[Literal["none", "keys", "own"]] = "none"
-    """What the policy sees on ranks that share the blocks of a sequence (`Span.blocks`).
+    """Blocks that the policy sees if ranks share the blocks of a sequence (`Span.blocks`).
 
-    `"none"`: it is refused there. Otherwise ranks ask it for lists of different rows of a prompt,
-    each for the two stretches of rows that are its own, one after the other; all have the same
-    statistics, which they keep of all blocks; and the cache that it is given has this rank's blocks
-    alone. So a row's list must follow from the row's own queries, the statistics and the walk.
-    `"keys"`: it observes, of a prompt, keys of all rows, and the queries of its own rows, on which
-    statistics must not depend. `"own"`: it observes queries and keys of its own rows, and puts what
-    it finds together, over `span.blocks`, before it adds it to the statistics; `span` is that of
-    all rows.
+    `"none"`: the policy is refused. Otherwise each rank asks for lists of its own rows of a prompt,
+    in two calls for its two pieces of consecutive rows. All ranks keep the same statistics, of all
+    blocks, but pass only their own blocks of the cache. So a row's list must follow from the row's
+    own queries, the statistics and the walk. `"keys"`: for a prompt, `observe` gets the keys of all
+    rows, and the queries of its own rows, on which statistics must not depend. `"own"`: `observe`
+    gets queries and keys of its own rows, and combines its results over `span.blocks` before it
+    adds them to the statistics; `span` covers all rows.
     """
 
     prompt_kernels: ClassVar[str] = "selection"
-    """Which kernels observe and select for a prompt, one of the names in `dispatch.KERNELS`."""
+    """Kernels that update statistics and select for a prompt, a name in `dispatch.KERNELS`."""
 
     token_kernels: ClassVar[str] = "selection"
-    """Which ones do so for a token."""
+    """Kernels that do the same for a token."""
 
     block_size: int = 64
     dense_layers: int | tuple[int, ...] = 0
@@ -248,15 +246,15 @@ class Policy(abc.ABC):
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer of the model attends to everything."""
+        """Whether the policy attends to everything in a layer of the model."""
         dense = self.dense_layers
         return layer in dense if isinstance(dense, tuple) else layer < dense
 
     def for_layer(self, layer: int, num_layers: int) -> "Policy":
-        """The policy as it selects in one layer of a model of `num_layers`.
+        """Returns the policy with its settings for one layer of a model of `num_layers`.
 
-        Neighbouring layers for which it is equal share one compiled loop. Every layer keeps
-        statistics of one shape, those of the policy itself.
+        Consecutive layers with equal policies share one compiled loop. All layers' statistics have
+        the shapes of the policy's own.
         """
         return self
 
@@ -267,18 +265,18 @@ class Policy(abc.ABC):
 
     @property
     def statistics_key(self) -> tuple[tuple[str, Any], ...]:
-        """Fields, each with its value, that change what statistics mean but not their shapes.
+        """Fields and values that change the meaning of statistics but not their shapes.
 
-        A cache is continued only by a policy with the same ones.
+        Only a policy with the same fields and values can continue a cache.
         """
         return ()
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PyTree:
-        """Empty statistics of one layer; every leaf starts with axes `[B, J]` or `[B]`."""
+        """Returns empty statistics of one layer; every leaf starts with axes `[B, J]` or `[B]`."""
         return None
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> PyTree:
-        """The state that crosses layers, before the first sparse layer."""
+        """Returns the walk before the first sparse layer."""
         return None
 
     def observe(
@@ -290,20 +288,20 @@ class Policy(abc.ABC):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> PyTree:
-        """Statistics after the tokens of `span`, in prefill and in decode alike.
+        """Updates the statistics with the tokens of `span`, in prefill and in decode.
 
         Args:
           query: Queries of the span's tokens.
-          key: Their keys.
-          statistics: Those of this layer so far.
+          key: Keys of the span's tokens.
+          statistics: Statistics of this layer so far.
           span: The tokens.
-          kernel_config: What the policy's kernels run with, or `None` for plain JAX.
+          kernel_config: Settings of the policy's kernels, or `None` for plain JAX.
         """
         return statistics
 
     @property
     def in_place(self) -> "InPlace | None":
-        """How statistics are kept where they lie, for a policy whose kernels do that."""
+        """Updates statistics in place, if the policy's kernels support it."""
         return None
 
     @abc.abstractmethod
@@ -318,22 +316,22 @@ class Policy(abc.ABC):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """Blocks for every query block of `span` (one row in decode), and the next layer's walk.
+        """Selects blocks for every query block of `span` (one row in decode); updates the walk.
 
-        Called in the policy's own `phases` only.
+        This is called only in the policy's own `phases`.
 
         Args:
           query: Queries of the span's tokens.
-          key: The stacked cache, already holding the tokens of `span`.
-          statistics: Those of this layer, which have observed the span.
-          walk: The state that the last layer left.
-          layer: This layer's index in the cache.
+          key: The stacked cache, which already has the tokens of `span`.
+          statistics: Statistics of this layer, already updated with `span`.
+          walk: The walk after the previous layer.
+          layer: Index of this layer in the cache.
           span: The tokens.
-          kernel_config: What the policy's kernels run with, or `None` for plain JAX.
+          kernel_config: Settings of the policy's kernels, or `None` for plain JAX.
         """
 
     def check_phase(self, span: Span) -> None:
-        """Raises for a call in a phase in which the policy does not select."""
+        """Raises if the policy does not select in the span's phase."""
         if span.phase not in self.phases:
             raise NotImplementedError(
                 f"{type(self).__name__} selects in {self.phases[0]} only; attend densely where a "
@@ -341,10 +339,10 @@ class Policy(abc.ABC):
             )
 
     def metadata_bytes(self, shape: LayerShape, positions: Int[Array, "B"]) -> Float[Array, "B"]:
-        """Bytes that selecting for one token reads in one layer, the query apart.
+        """Counts the bytes that selection for one token reads in one layer, without the query.
 
-        Here the statistics of all blocks up to the token's own; policies that read something else
-        say so.
+        By default, these are the statistics of all blocks up to the token's own. Policies that read
+        other arrays override this.
 
         Args:
           shape: Sizes of the layer.
@@ -366,14 +364,14 @@ class Policy(abc.ABC):
 
 
 def check_policy(policy: Any, name: str = "policy") -> None:
-    """Raises unless something is a policy.
+    """Raises unless `policy` is a policy.
 
     Args:
-      policy: What was given.
-      name: Of the argument.
+      policy: The argument.
+      name: Name of the argument.
 
     Raises:
-      ValueError: If it is something else, such as a policy's name.
+      ValueError: If it is not a policy, for example a policy's name.
     """
     if isinstance(policy, Policy):
         return
@@ -386,10 +384,10 @@ def check_policy(policy: Any, name: str = "policy") -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScorePolicy(Policy):
-    """A policy that ranks what it lists by a score: the best are kept, as many as the budget says.
+    """A policy that ranks blocks by a score and keeps the best, up to a budget.
 
-    What is listed are *units* of `unit_size` tokens: blocks, or in decode also pages or single
-    tokens. Start from `BudgetPolicy` or `DecodePolicy`, which say what the budget is.
+    It lists *units* of `unit_size` tokens: blocks, or pages, or in decode also single tokens. Start
+    from `BudgetPolicy` or `DecodePolicy`, which define the budget.
 
     Attributes:
       density: Share of the causal units of each row that is kept, in (0, 1].
@@ -406,20 +404,20 @@ class ScorePolicy(Policy):
 
     @property
     def unit_size(self) -> int:
-        """Tokens in one unit of the lists."""
+        """Number of tokens in one unit."""
         return self.block_size
 
     @property
     @abc.abstractmethod
     def forced(self) -> tuple[int, int]:
-        """First and last units that every row keeps, inside its budget."""
+        """Number of first units and of last units that every row keeps, inside its budget."""
 
     @abc.abstractmethod
     def budget(self, num_units: int) -> np.ndarray:
-        """Units that each of `num_units` rows keeps, int32 on the host, non-decreasing."""
+        """Number of units that each of `num_units` rows keeps, int32 on the host, ascending."""
 
     def counts(self, rows: Int[Array, "B I"], num_units: int) -> Int[Array, "B I"]:
-        """Units that the given rows keep; padding rows beyond the cache count as its last."""
+        """Number of units that the given rows keep. Padding rows count as the cache's last row."""
         return jnp.asarray(self.budget(num_units))[jnp.minimum(rows, num_units - 1)]
 
     def score(
@@ -431,11 +429,11 @@ class ScorePolicy(Policy):
         layer: Int[Array, ""],
         span: Span,
     ) -> Float[Array, "B *M I J"]:
-        """The score of every unit for every row, `[B, I, J]`, or for every head, `[B, M, I, J]`.
+        """Scores every unit for every row, `[B, I, J]`, or for every head, `[B, M, I, J]`.
 
-        Only the order within a row matters, float32; what lies after the row's own unit, and what
-        is forced, may score anything. The arguments are those of `select`; in decode `T = I = 1`.
-        A rule that knows its lists without a score writes `select` instead.
+        Scores are float32, and only their order within a row matters. Units after the row's own and
+        forced units may have any score. The arguments are the same as for `select`; in decode
+        `T = I = 1`. A policy that needs no score implements `select` instead.
         """
         raise NotImplementedError(f"{type(self).__name__} must have a method `score` or `select`")
 
@@ -450,7 +448,7 @@ class ScorePolicy(Policy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """The units with the highest scores, up to each row's budget, forced ones included."""
+        """Selects the units with the highest scores, up to each row's budget with forced ones."""
         self.check_phase(span)
         scores = self.score(query, key, statistics, layer=layer, span=span)
         rows, num_units = span.rows(self.unit_size), scores.shape[-1]
@@ -472,8 +470,8 @@ class ScorePolicy(Policy):
 class BudgetPolicy(ScorePolicy):
     """A policy that keeps `block_budget` blocks of every row, in prefill and in decode.
 
-    Row `i` keeps `min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))` blocks, the
-    forced ones among them; a subclass scores the others.
+    Row `i` keeps `min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))` blocks,
+    including the forced ones; a subclass scores the others.
 
     Attributes:
       density: Share of the causal blocks of each row that is kept, in (0, 1].
@@ -518,12 +516,12 @@ class DecodePolicy(ScorePolicy):
 
         min(n, max(min_units, ceil(density · n)))
 
-    of them, as other policies do of blocks, or with a `token_budget`
+    of them, like other policies do with blocks. With a `token_budget` it keeps
     `min(n, max(min_units, token_budget // unit_size))`.
 
     Attributes:
       density: Share of the causal units that every query head keeps, in (0, 1].
-      token_budget: When given, tokens to keep at every step, in place of the density.
+      token_budget: If given, number of tokens to keep at every step, instead of the density.
       force_current: Whether the unit that holds the current token is always kept, inside the
         budget.
       dense_layers: Leading layers that stay dense.
@@ -540,7 +538,7 @@ class DecodePolicy(ScorePolicy):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """It selects in decode; prompts are read densely."""
+        """Decode only; prompts are read densely."""
         return ("decode",)
 
     @property
@@ -550,11 +548,11 @@ class DecodePolicy(ScorePolicy):
 
     @property
     def min_units(self) -> int:
-        """Fewest units to keep, where there are as many."""
+        """Minimum number of units to keep, if there are as many."""
         return 1
 
     def budget(self, num_units: int) -> np.ndarray:
-        """Units that a head keeps of `1 .. num_units`, int32 on the host, non-decreasing."""
+        """Number of units that a head keeps of `1 .. num_units`, int32 on the host, ascending."""
         tokens = self.token_budget
         return block_budget(
             num_units,
@@ -566,19 +564,19 @@ class DecodePolicy(ScorePolicy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillPolicy(Policy):
-    """A policy that selects while prompts are read, one list per query head; it decodes densely.
+    """A policy that selects in prefill, with one list per query head, and decodes densely.
 
-    Such a policy has no density of its own: how much it keeps depends on the model and the prompt.
-    One of its fields, the *knob*, makes it keep more or less, and
-    `sketchwalk_jax.evaluation.calibrate` finds the value that a density takes.
+    It has no density: the share that it keeps depends on the model and the prompt. One of its
+    fields, the threshold or *knob*, makes it keep more or less.
+    `sketchwalk_jax.evaluation.calibrate` finds the value for a density.
 
     Attributes:
       block_size: Tokens per block.
       dense_layers: Leading layers that stay dense.
-      knob: Name of the field that sets how much is kept; more with larger values.
-      knob_range: Its least value, and one that keeps (nearly) everything.
-      floor: Name of the field with the least that is kept, in tokens, which `relaxed` lowers; None
-        without any.
+      knob: Name of the field with the threshold; larger values keep more.
+      knob_range: Smallest value of the threshold, and a value that keeps (nearly) everything.
+      floor: Name of the field with the minimum number of tokens to keep, which `relaxed` lowers;
+        `None` if there is no such field.
     """
 
     knob: ClassVar[str]
@@ -587,25 +585,25 @@ class PrefillPolicy(Policy):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Prefill only: decoding attends to everything."""
+        """Prefill only: decode attends to everything."""
         return ("prefill",)
 
     @property
     def knob_value(self) -> float:
-        """What the knob is set to."""
+        """The value of the threshold."""
         return float(getattr(self, self.knob))
 
     def with_knob(self, value: float) -> Self:
-        """The policy with its knob at another value."""
+        """Returns the policy with another threshold."""
         fields: dict[str, Any] = {self.knob: value}
         return dataclasses.replace(self, **fields)
 
     def with_traced(self, value: Float[Array, ""], floor: Int[Array, ""] | None = None) -> Self:
-        """With knob and floor at values that are not known when a program is compiled.
+        """Returns the policy with a threshold and a floor that are unknown at compile time.
 
         Args:
-          value: The knob; unchecked, as no program can be.
-          floor: The floor, of no effect where the policy has none; as it is by default.
+          value: The threshold; not checked, because a program cannot.
+          floor: The floor; ignored if the policy has none. Default: unchanged.
         """
         changed = copy.copy(self)
         object.__setattr__(changed, self.knob, value)
@@ -615,9 +613,9 @@ class PrefillPolicy(Policy):
 
     @property
     def floor_value(self) -> int:
-        """What the floor is set to; 0 without any."""
+        """The value of the floor; 0 if there is none."""
         return 0 if self.floor is None else int(getattr(self, self.floor))
 
     def relaxed(self) -> Self | None:
-        """With lower floors, for densities that the knob does not reach; None without any."""
+        """Lowers the floor, for densities below the threshold's range; `None` if there is none."""
         return None

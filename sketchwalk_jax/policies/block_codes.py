@@ -1,14 +1,15 @@
-"""Four bits of what every key is beside its block, and the scores of pages that they give.
+"""Keys quantized to four bits relative to a zero point per block, and page scores from them.
 
-A block of keys is kept as a centre and, for each key, small integers times a power of two:
+A block of keys is stored as a zero point (`centre`) and, for each key, small integers (`code`)
+times a power of two as the scale (`step`):
 
     k_s ≈ centre + step · code_s,   code_s in -7 .. 7
 
-channel by channel, in the channels that count. Half of the channels at four bits are a sixteenth of
-keys and values in bfloat16. The centre takes what all keys of a block share (in real models most of
-some channels), so that four bits suffice; the steps are powers of two, so that `step · code` is
-exact in eight-bit floating point, for tensor cores. Codes are made of a block's keys alone: those
-of a complete block never change, however the tokens came.
+for each channel that the scores use. Half of the channels at four bits take a sixteenth of the
+bytes of keys and values in bfloat16. The zero point holds what all keys of a block share (in real
+models most of some channels), so four bits suffice. Scales are powers of two, so that `step · code`
+is exact in eight-bit floating point, for tensor cores. Quantized values depend only on their
+block's keys: those of a complete block never change, in whatever chunks the tokens came.
 """
 
 import dataclasses
@@ -27,47 +28,47 @@ from sketchwalk_jax.pytree import register
 from sketchwalk_jax.scaled import ceil_log2, exact_power_of_two, to_float8
 
 LARGEST_CODE = 7
-# So that `step · code` is exact in float8_e4m3fn: at most 7 · 2^6 = 448, at least 2^-9.
+# Range of scales for which `step · code` is exact in float8_e4m3fn: up to 7 · 2^6 = 448, from 2^-9.
 MIN_STEP, MAX_STEP = -9, 6
-# In the place of a step: no key of the block is finite.
+# Stands in place of a scale: no key of the block is finite.
 NO_KEY = -128
 
 
 @runtime_checkable
 class BlockKeys(Protocol):
-    """Keys by block, each as what it is beside the centre of its block."""
+    """Keys by block, stored as offsets from a zero point per block."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks `J` that there is room for."""
+        """Capacity in blocks, `J`."""
 
     @property
     def block_size(self) -> int:
-        """Keys of a block."""
+        """Number of keys in a block."""
 
     @property
     def centre(self) -> Float[Array, "B J K C"]:
-        """The centres of all blocks."""
+        """Zero points of all blocks."""
 
     def residual(
         self, block: Int[Array, ""], count: int, dtype: DTypeLike
     ) -> Float[Array, "B W K C"]:
-        """What the keys of `count` blocks, from one on, are beside their centre."""
+        """Dequantized offsets of the keys of `count` blocks from their zero points."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class BlockCodes:
-    """Codes of the keys of one layer.
+    """Quantized keys of one layer.
 
     Attributes:
-      code: Two codes in a byte, `[B, J, K, S, C/2]`: channel `c` in the low four bits, channel
-        `c + C/2` in the high ones, as two's complements. Those of a block and head are adjacent:
-        kernels read them together.
-      centre: Middle between the extremes of each channel, bfloat16 `[B, J, K, C]`.
-      step: Exponents of two, int8 `[B, J, K, C]`; `NO_KEY` where a block has none that is finite.
-      unfinished: The keys of the block that the last token is in, `[B, S, K, C]`; what lies behind
-        that token may be anything.
+      code: Quantized offsets, two in a byte, `[B, J, K, S, C/2]`: channel `c` in the low four bits,
+        channel `c + C/2` in the high ones, as two's complements. The bytes of a block and head are
+        adjacent, because kernels read them together.
+      centre: Zero points, midway between the extremes of each channel, bfloat16 `[B, J, K, C]`.
+      step: Exponents of the scales, int8 `[B, J, K, C]`; `NO_KEY` if a block has no finite key.
+      unfinished: Exact keys of the last token's block, `[B, S, K, C]`; entries after the last token
+        may have any values.
     """
 
     code: UInt8[Array, "B J K S C2"]
@@ -86,7 +87,7 @@ class BlockCodes:
         num_channels: int,
         dtype: DTypeLike,
     ) -> Self:
-        """Codes of no keys."""
+        """Returns the state without keys."""
         size = (batch, num_blocks, num_kv_heads, num_channels)
         code = (batch, num_blocks, num_kv_heads, block_size, num_channels // 2)
         unfinished = (batch, block_size, num_kv_heads, num_channels)
@@ -99,20 +100,20 @@ class BlockCodes:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks `J` that there is room for."""
+        """Capacity in blocks, `J`."""
         return self.code.shape[1]
 
     @property
     def block_size(self) -> int:
-        """Keys of a block."""
+        """Number of keys in a block."""
         return self.code.shape[3]
 
     def add(self, key: Float[Array, "B T K C"], span: Span) -> Self:
-        """The codes with those of a span's keys.
+        """Quantizes and adds the keys of a span.
 
         Args:
-          key: Keys of the span's tokens, in the channels that count.
-          span: The tokens; padding among them leaves no trace.
+          key: Keys of the span's tokens, in the channels that the scores use.
+          span: The tokens; padding changes nothing.
         """
         batch, size = self.unfinished.shape[:2]
         sequence = jnp.arange(batch, dtype=jnp.int32)
@@ -121,14 +122,14 @@ class BlockCodes:
         if span.is_token:
             is_new = span.valid & (place == (span.positions % size)[:, None])
             unfinished = jnp.where(is_new[..., None, None], key, self.unfinished)
-            rows = jnp.where(span.valid, span.rows(size), self.code.shape[1])  # or dropped
+            rows = jnp.where(span.valid, span.rows(size), self.code.shape[1])  # invalid: dropped
             present = place <= (span.positions % size)[:, None]
             found = encode(unfinished[:, None], present[:, None])
         else:
             rows = span.rows(size)
             valid = span.valid.reshape(*rows.shape, size)
             blocks = key.reshape(*rows.shape, size, *key.shape[2:])
-            # The first row may go on where the last call's tokens ended.
+            # The last call's tokens may have ended inside the first row's block.
             first = jnp.where(valid[:, 0, :, None, None], blocks[:, 0], self.unfinished)
             blocks = blocks.at[:, 0].set(first)
             position = rows[:, :, None] * size + place[:, None]
@@ -148,17 +149,17 @@ class BlockCodes:
         return type(self)(code, centre, step, unfinished)
 
     def as_layer(self) -> "LayerCodes":
-        """These as the only layer of a stack."""
+        """Returns these as the only layer of a stack."""
         return LayerCodes(jax.tree.map(lambda x: x[None], self), jnp.zeros((), jnp.int32))
 
     def residual(
         self, block: Int[Array, ""], count: int, dtype: DTypeLike
     ) -> Float[Array, "B W K C"]:
-        """`step · code` of the keys of `count` blocks, exact in bfloat16; NaN where there are none.
+        """Dequantizes the offsets of `count` blocks, exact in bfloat16; NaN without finite keys.
 
         Args:
-          block: The first of the blocks.
-          count: Blocks `W / S`.
+          block: Index of the first block.
+          count: Number of blocks `W / S`.
           dtype: Type of the result.
         """
         code, step = (
@@ -174,11 +175,11 @@ class BlockCodes:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCodes:
-    """The codes of one layer where they lie, among those of all.
+    """The quantized keys of one layer, left in place in the arrays of all layers.
 
     Attributes:
-      stack: Codes of all layers, on a leading axis.
-      layer: The layer.
+      stack: Quantized keys of all layers, on a leading axis.
+      layer: Index of the layer.
     """
 
     stack: BlockCodes
@@ -186,35 +187,35 @@ class LayerCodes:
 
     @property
     def block_size(self) -> int:
-        """Keys of a block."""
+        """Number of keys in a block."""
         return self.stack.code.shape[4]
 
     def take(self) -> BlockCodes:
-        """A copy of the layer's own."""
+        """Copies the layer's arrays out."""
         return take_layer(self.stack, self.layer)
 
 
 def encode(
     key: Float[Array, "B I S K C"], present: Bool[Array, "B I S"]
 ) -> tuple[UInt8[Array, "B I K S C2"], Float[Array, "B I K C"], Int8[Array, "B I K C"]]:
-    """Codes, centres and steps of blocks of keys.
+    """Quantizes blocks of keys; returns quantized offsets, zero points and scales.
 
         centre = (max k + min k) / 2,   step = least power of two that is >= max |k - centre| / 7
 
-    over the keys of the block, the centre rounded to bfloat16 first. A key that is not finite in
-    every channel is taken for the centre.
+    over the keys of the block, with the zero point rounded to bfloat16 first. A key that has a
+    channel that is not finite is replaced by the zero point.
 
     Args:
       key: Keys by block.
-      present: Which of them there are.
+      present: Whether each of them exists.
     """
     x = key.astype(jnp.float32)
     counts = (present[..., None] & jnp.all(jnp.isfinite(x), axis=-1))[..., None]
     low = jnp.min(jnp.where(counts, x, LARGEST), axis=2)
     high = jnp.max(jnp.where(counts, x, -LARGEST), axis=2)
     has_key = jnp.any(counts, axis=2)
-    # Not by `astype` alone: on GPUs XLA takes a number that is rounded and widened again for the
-    # number itself, and codes would be those beside a centre that nobody keeps.
+    # `astype` alone fails: on GPUs, XLA drops a rounding that is undone right after. The codes
+    # would then be relative to an unrounded zero point that is not stored.
     bits = jnp.finfo(jnp.bfloat16)
     centre = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0)
     centre = jax.lax.reduce_precision(centre, bits.nexp, bits.nmant)
@@ -231,9 +232,9 @@ def encode(
 
 
 def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
-    """Queries as tensor cores read them: eight bits times a power of two of each.
+    """Rounds queries to the tensor cores' operands: eight bits, times a power of two per query.
 
-    `float8_e4m3fn(q · 2^-a) · 2^a` with the least `2^a` that brings no channel above 448.
+    `float8_e4m3fn(q · 2^-a) · 2^a` with the smallest `2^a` that brings no channel above 448.
     """
     rounded, scale = to_float8(query)
     return (rounded.astype(jnp.float32) * scale).astype(query.dtype)
@@ -251,32 +252,32 @@ def block_scores(
     heads: Heads | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B I P"]:
-    """What shares of attention heads and representative queries give each page, put together.
+    """Page scores: a norm over heads and representative queries of their softmax over pages.
 
         m_{r, h}[i, p] = scale · (q_{r, h} · centre_j + max_{s in p} q'_{r, h} · step_j code_s)
         P_{r, h}[i, ·] = softmax(m_{r, h}[i, ·]) over the pages up to the end of the row's own block
         S[i, p] = ( Σ_{r, h} P_{r, h}[i, p]^exponent )^(1 / exponent)
 
-    of the pages `p` of each block `j`, with `q'` the query in eight bits (`round_queries`). The
-    maximum within a page stands for its log-sum-exp, so that one exponential is needed for each
-    page and not for each key. What is not a number, or of a magnitude of `LARGEST_LOGIT` or more,
-    counts as no attention.
+    for the pages `p` of each block `j`, where `q'` is the query in eight bits (`round_queries`).
+    The maximum in a page approximates its log-sum-exp, which takes one exponential for each page
+    instead of each key. Logits that are NaN, or of magnitude `LARGEST_LOGIT` or more, count as no
+    attention.
 
     Args:
-      queries: Queries that stand for those of each row, in the channels that count.
-      codes: The keys; of codes, kernels read one layer's where they lie.
+      queries: Representative queries of each row, in the channels that the scores use.
+      codes: The keys. Kernels read one layer's quantized keys in place.
       rows: Block of each row.
-      kv_lengths: Keys present in each sequence.
+      kv_lengths: Number of keys in each sequence.
       scale: Factor of the products.
       exponent: Order of the norm over heads and queries.
-      pages: Pages of a block, equal parts of it; 1 scores whole blocks.
-      heads: How the heads are spread over ranks, if they are: the shares of all are added up on
-        every rank, in the order of one device, so that all have its scores.
-      kernel_config: What kernels run with, or `None` for plain JAX; they take prompts of bfloat16
-        and blocks of 64 tokens.
+      pages: Number of equal pages in a block; 1 scores whole blocks.
+      heads: Distribution of the heads over ranks, if any. Every rank adds up the softmax of all
+        heads in the order of one device, so that all ranks get its scores.
+      kernel_config: Settings of the kernels, or `None` for plain JAX. Kernels support prompts in
+        bfloat16 and blocks of 64 tokens.
 
     Returns:
-      Float32 `[B, I, J · pages]`; 0 where nothing that counts was seen.
+      Float32 `[B, I, J · pages]`; 0 for rows that see no page.
     """
     if kernel_config is not None and isinstance(codes, BlockCodes | LayerCodes):
         of_layer = codes if isinstance(codes, LayerCodes) else codes.as_layer()
@@ -302,7 +303,7 @@ def block_scores(
     step = min(max(1, step), num_blocks)
 
     def tiles(x: Array) -> Array:
-        """`[tiles, B, rows of a tile, ...]` for `lax.map`, with padding rows at the end."""
+        """Reshapes to `[tiles, B, rows of a tile, ...]` for `lax.map`, padding rows at the end."""
         x = jnp.pad(x, ((0, 0), (0, -num_rows % tile)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, -1, tile, *x.shape[2:]), 1, 0)
 
@@ -351,12 +352,12 @@ def _page_peaks(
     pages: int,
     kv_lengths: Int[Array, "B"],
 ) -> Float[Array, "B K M P"]:
-    """`max_{s in page} q · step_j code_s` in the blocks before `reach`, `step` blocks at a time."""
+    """Page max logits `max_{s in page} q · step_j code_s` before block `reach`."""
     batch, kv_heads, num_queries = queries.shape[:3]
     num_blocks, size = codes.num_blocks, codes.block_size
 
     def visit(index: Int[Array, ""], peaks: Array) -> Array:
-        # The last step reaches back, and finds for some blocks what an earlier one found.
+        # The last step starts earlier to fit, and recomputes some blocks.
         block = jnp.minimum(index * step, num_blocks - step)
         keys = codes.residual(block, step, queries.dtype)
         products = jnp.einsum(

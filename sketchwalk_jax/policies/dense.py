@@ -1,4 +1,4 @@
-"""Dense attention as a policy: the reference for accuracy, with the same interface."""
+"""Dense attention as a policy: the reference for accuracy."""
 
 import dataclasses
 from typing import Any
@@ -14,10 +14,10 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Policy):
-    """The policy that attends to everything. It keeps no statistics, and runs dense attention.
+    """The policy that attends to everything. It has no statistics, and runs dense attention.
 
     Attributes:
-      block_size: Tokens per block, if dense attention is asked for as lists of blocks.
+      block_size: Tokens per block, if dense attention is run with block indices.
       dense_layers: Has no effect: every layer is dense.
     """
 
@@ -25,7 +25,7 @@ class Dense(Policy):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Empty: it selects in neither phase."""
+        """Empty: the policy selects in neither phase."""
         return ()
 
     def select(
@@ -39,6 +39,6 @@ class Dense(Policy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """Every causal block of every row: dense attention as lists."""
+        """Lists every causal block of every row."""
         size = self.block_size
         return full_selection(span.rows(size), key.shape[2] // size, block_size=size), walk

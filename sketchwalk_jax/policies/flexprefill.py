@@ -1,4 +1,4 @@
-"""FlexPrefill (arXiv:2502.20766): how much attention is to be covered decides what is kept."""
+"""FlexPrefill (arXiv:2502.20766): keeps the keys that cover a share of the attention."""
 
 import dataclasses
 import math
@@ -20,36 +20,35 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexPrefillConfig(PrefillPolicy):
-    """Keeps what covers a share `gamma` of the attention, by lines or by blocks, per query head.
+    """Keeps lines or blocks that cover a share `gamma` of the attention, per query head.
 
-    With blocks of `B` tokens and `A = softmax(q[-B:] kᵀ / sqrt(H))`, causal, of the last `B`
-    queries:
+    With blocks of `B` tokens, let `A = softmax(q[-B:] kᵀ / sqrt(H))` be the causal attention of the
+    last `B` queries:
 
-    * `vertical`, the mean of `A` over these rows, and `slash`, its sums along diagonals over `B`,
-      are distributions over keys and over distances. Each gets a budget of `t // B + 1` blocks,
-      `t = count(cumulative sum of the descending values <= gamma) + 1`, clamped to
+    * `vertical`, the mean of `A` over its rows, and `slash`, the sums of `A` along diagonals over
+      `B`, are distributions over keys and over distances. Each gets a budget of `t // B + 1`
+      blocks, `t = count(cumulative sum of the descending values <= gamma) + 1`, clamped to
       `[min_budget, max_budget] / B`.
-    * The block distribution by mean query and mean keys, `softmax(q̄ k̄ᵀ / sqrt(H))`, is compared
-      with `vertical` summed over blocks. Where the Jensen-Shannon distance (the root of the
-      divergence in nats, `0 log 0 = 0`) is not below `tau`, the head keeps the best blocks of
-      `vertical` and the best block diagonals of `slash`.
-    * Elsewhere the head is *query-aware*: it keeps the same with the least budget, and of the
-      causal map `softmax(q̄ᵢ k̄ᵀ / sqrt(H))` of all query blocks together the largest entries, as
-      long as their cumulative sum is at most `gamma` times the number of query blocks.
+    * The block distribution of mean query and mean keys, `softmax(q̄ k̄ᵀ / sqrt(H))`, is compared
+      with `vertical` summed over blocks. If the Jensen-Shannon distance (the root of the divergence
+      in nats, `0 log 0 = 0`) is at least `tau`, the head keeps the best blocks of `vertical` and
+      the best block diagonals of `slash`.
+    * Otherwise the head is *query-aware*. It keeps the same with the minimum budget. In addition it
+      keeps the largest entries of the causal map `softmax(q̄ᵢ k̄ᵀ / sqrt(H))` of all query blocks,
+      while their cumulative sum is at most `gamma` times the number of query blocks.
 
-    Block 0 and the diagonal are kept by every row, inside the budgets. A prompt of at most
-    `max(2 B, ceil(min_budget / B) B)` tokens is dense, and so is decoding. A prompt that is read in
-    chunks is estimated chunk by chunk, each from its own last queries and query blocks; so is one
-    that continues a cache.
+    Every row keeps block 0 and the diagonal, inside the budgets. A prompt of at most
+    `max(2 B, ceil(min_budget / B) B)` tokens is dense, and so is decoding. If a prompt is read in
+    chunks or continues a cache, each chunk is estimated from its own last queries and query blocks.
 
     Attributes:
-      block_size: Tokens per block; published with 128, here 64 unless set.
-      dense_layers: Leading layers that stay dense; published without any.
-      gamma: Share of the attention to cover, in [0, 1]: the knob of the density. Published with
-        0.9, and 0.95 for Llama on RULER.
-      tau: Distance below which a head is query-aware; at 0 none is.
-      min_budget: Least budget of lines, in tokens; published with 512, and 1024 on RULER.
-      max_budget: Largest budget of lines, in tokens; None for no limit.
+      block_size: Tokens per block; 128 in the paper, here 64 by default.
+      dense_layers: Leading layers that stay dense; none in the paper.
+      gamma: Share of the attention to cover, in [0, 1]: the threshold that sets the density. The
+        paper uses 0.9, and 0.95 for Llama on RULER.
+      tau: Distance below which a head is query-aware; with 0 no head is.
+      min_budget: Minimum budget of lines, in tokens; 512 in the paper, and 1024 on RULER.
+      max_budget: Maximum budget of lines, in tokens; None for no limit.
 
     Raises:
       ValueError: If a field is outside its range.
@@ -79,7 +78,7 @@ class FlexPrefillConfig(PrefillPolicy):
         check_integer("max_budget", self.max_budget, is_optional=True)
 
     def relaxed(self) -> Self | None:
-        """With half the least budget, down to one block."""
+        """Returns the policy with half the minimum budget, down to one block."""
         if self.min_budget <= self.block_size:
             return None
         return dataclasses.replace(self, min_budget=max(self.block_size, self.min_budget // 2))
@@ -95,7 +94,7 @@ class FlexPrefillConfig(PrefillPolicy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """The blocks that every query head keeps for every query block."""
+        """Selects the blocks that every query head keeps for every query block."""
         self.check_phase(span)
         size, keys = self.block_size, lines.keys_of(key, layer)
         num_blocks = keys.shape[1] // size
@@ -126,18 +125,18 @@ class FlexPrefillConfig(PrefillPolicy):
 
     @property
     def _least_blocks(self) -> Int[Array, ""]:
-        # While a policy is calibrated, the budget is a traced number.
+        # During calibration, the budget is a traced number.
         return -(-jnp.asarray(self.min_budget, jnp.int32) // self.block_size)
 
     @property
     def _dense_tokens(self) -> Int[Array, ""]:
-        """Prompts of at most so many tokens are dense."""
+        """Maximum number of tokens of a prompt that is dense."""
         return jnp.maximum(self._least_blocks, 2) * self.block_size
 
     def _budget(self, weights: Float[Array, "B N S"], ends: Int[Array, "B"]) -> Int[Array, "B N"]:
-        """Blocks that cover `gamma` of a distribution over tokens, clamped."""
+        """Number of blocks that cover `gamma` of a distribution over tokens, clamped."""
         covered = jnp.cumsum(-jnp.sort(-weights, axis=-1), axis=-1)
-        # No more than all, whatever rounding adds: at 1 everything is kept.
+        # Clip rounding errors, so that `gamma = 1` keeps everything.
         is_within = jnp.minimum(covered, 1.0) <= self.gamma
         tokens = jnp.sum(is_within, axis=-1, dtype=jnp.int32) + 1
         most = ends[:, None]
@@ -152,7 +151,7 @@ class FlexPrefillConfig(PrefillPolicy):
         budget: Int[Array, "B N"],
         is_aware: Bool[Array, "B N"],
     ) -> Bool[Array, "B N J"]:
-        """The best lines up to the budget, the first one before all others."""
+        """Keeps the best lines up to the budget; the first line always comes first."""
         budget = jnp.where(is_aware, self._least_blocks, budget)
         is_first = jnp.arange(weights.shape[-1], dtype=jnp.int32)[None, None, :] == 0
         return lines.places(jnp.where(is_first, LARGEST, weights)) < budget[:, :, None]
@@ -165,7 +164,7 @@ class FlexPrefillConfig(PrefillPolicy):
         by_block: Float[Array, "B N J"],
         span: Span,
     ) -> Bool[Array, "B N"]:
-        """Whether mean query and mean keys give nearly the distribution that tokens give."""
+        """Whether the mean query and mean keys nearly reproduce the tokens' distribution."""
         mean = lines.mean_pool(last, is_query, self.block_size)  # [B 1 N H]
         scores = lines.head_products(mean, key_means)[:, :, 0]
         columns = jnp.arange(by_block.shape[-1], dtype=jnp.int32)[None, :]
@@ -180,7 +179,7 @@ class FlexPrefillConfig(PrefillPolicy):
         causal: Bool[Array, "B 1 I J"],
         is_aware: Bool[Array, "B N"],
     ) -> Bool[Array, "B N I J"]:
-        """The largest entries of the block map, of query-aware heads; head by head."""
+        """Keeps the largest entries of the block map, in query-aware heads; head by head."""
         group = query_means.shape[2] // key_means.shape[2]
         causal = causal[:, 0]
         num_rows = jnp.sum(jnp.any(causal, axis=-1), axis=-1, dtype=jnp.float32)
@@ -212,11 +211,11 @@ class FlexPrefillConfig(PrefillPolicy):
 def jensen_shannon_distance(
     p: Float[Array, "*lead J"], q: Float[Array, "*lead J"]
 ) -> Float[Array, "*lead"]:
-    """`sqrt((KL(p ‖ m) + KL(q ‖ m)) / 2)` with `m = (p + q) / 2`, in nats; `0 log 0 = 0`.
+    """Computes `sqrt((KL(p ‖ m) + KL(q ‖ m)) / 2)`, `m = (p + q) / 2`, in nats; `0 log 0 = 0`.
 
     Args:
       p: A distribution over the last axis.
-      q: Another one.
+      q: Another distribution over the last axis.
 
     Returns:
       The distance, in `[0, sqrt(log 2)]`.

@@ -1,8 +1,8 @@
-"""What the last queries of a prompt attend to, by column and by diagonal; lists of blocks of it.
+"""Attention of a prompt's last queries by column and by diagonal, and block indices from it.
 
 MInference (arXiv:2407.02490) and FlexPrefill (arXiv:2502.20766) both estimate the attention of a
 whole prompt of `n` tokens from its last `m` queries: with `A = softmax(q kᵀ / sqrt(H))` of these
-rows, a *vertical* line is a key that they attend to, a *slash* line a distance at which they do.
+rows, a *vertical* line is a key that they attend to, a *slash* line a distance that they attend to.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ from sketchwalk_jax.sketch import block_sums
 def last_queries(
     query: Float[Array, "B T N H"], span: Span, *, block_size: int, count: int
 ) -> tuple[Float[Array, "B M N H"], Bool[Array, "B M"]]:
-    """The last `count` queries of the span, the last one last, and which of them exist.
+    """Takes the last `count` queries of the span, in order, and a mask of those that exist.
 
-    A sequence with fewer new tokens than that has fewer; one without new tokens has none.
+    A sequence with fewer new tokens has fewer queries.
     """
     last = span.positions - span.first_block * block_size
     columns = last[:, None] + jnp.arange(1 - count, 1, dtype=jnp.int32)[None, :]
@@ -39,22 +39,22 @@ def line_sums(
 ) -> tuple[Float[Array, "B N S"], Float[Array, "B N S"]]:
     """Causal attention of the last `M` queries, summed along columns and along diagonals.
 
-    The query in row `r` stands at position `end - M + r`. With `A[r]` its softmax over the keys up
-    to its own,
+    The query in row `r` has position `end - M + r`. Let `A[r]` be its softmax over the keys up to
+    its own position. Then
 
         vertical[s] = Σ_r A[r, s]        slash[s] = Σ_r A[r, s - (M - 1 - r)]
 
-    so `slash[s]` belongs to the distance `end - 1 - s` between query and key, as the last query
-    sees it. Each sums to the number of queries.
+    so `slash[s]` belongs to the distance `end - 1 - s` between query and key, counted from the last
+    query. Each sums to the number of queries.
 
     Args:
       query: The last queries, from `last_queries`.
-      key: Keys of the layer; those from `end` on may hold anything.
-      is_query: Which rows exist; the others count for nothing.
-      end: Tokens of each sequence.
+      key: Keys of the layer; keys from `end` on may have any values.
+      is_query: Whether each row exists; the others are ignored.
+      end: Number of tokens of each sequence.
 
     Returns:
-      The sums of every query head, float32.
+      The two sums for every query head, float32.
     """
     batch, count, num_heads, head_dim = query.shape
     num_keys, kv_heads = key.shape[1:3]
@@ -84,19 +84,19 @@ def line_sums(
 
 
 def _diagonal_sums(weights: Float[Array, "B G M S"]) -> Float[Array, "B G S"]:
-    """`Σ_r weights[r, s - (M - 1 - r)]`: the diagonals, each where it meets the last row."""
+    """Sums diagonals, `Σ_r weights[r, s - (M - 1 - r)]`; `s` is the key in the last row."""
     count, num_keys = weights.shape[2:]
     width = num_keys + count - 1
-    # Rows one entry longer than they are read: each then starts one further to the right.
+    # Padding rows by one more than is read shifts each row by one more to the right.
     padded = jnp.pad(weights[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, count)))
     flat = padded.reshape(*weights.shape[:2], -1)[..., : count * width]
     return jnp.sum(flat.reshape(*weights.shape[:2], count, width)[..., :num_keys], axis=2)
 
 
 def from_the_end(x: Array, end: Int[Array, "B"]) -> Array:
-    """`y[..., o] = x[..., end - 1 - o]`; 0 (or False) where there is no such entry.
+    """Computes `y[..., o] = x[..., end - 1 - o]`; 0 (or False) if there is no such entry.
 
-    Turns keys, as the last query sees them, into distances; and back.
+    This converts keys into distances from the last query, and back.
     """
     index = end[:, None] - 1 - jnp.arange(x.shape[-1], dtype=jnp.int32)[None, :]
     taken = jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, :], axis=-1)
@@ -104,19 +104,19 @@ def from_the_end(x: Array, end: Int[Array, "B"]) -> Array:
 
 
 def places(scores: Float[Array, "*lead S"]) -> Int[Array, "*lead S"]:
-    """The place of each score in descending order, from 0; ties go to the lower index."""
+    """Ranks each score in descending order, from 0; ties go to the lower index."""
     return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1).astype(jnp.int32)
 
 
 def any_in_block(mask: Bool[Array, "B N S"], block_size: int) -> Bool[Array, "B N J"]:
-    """Whether some token of each block is marked; `S` is a multiple of the block size."""
+    """Whether any token of each block is marked; `S` is a multiple of the block size."""
     return jnp.any(mask.reshape(*mask.shape[:2], -1, block_size), axis=-1)
 
 
 def lines_to_blocks(
     vertical: Bool[Array, "B N J"], slash: Bool[Array, "B N J"], rows: Int[Array, "B I"]
 ) -> Bool[Array, "B N I J"]:
-    """Key blocks of every row: `vertical[j] or slash[i - j]`, causal or not."""
+    """Marks the key blocks of every row: `vertical[j] or slash[i - j]`, causal or not."""
     columns = jnp.arange(vertical.shape[-1], dtype=jnp.int32)
     distance = jnp.maximum(rows[:, :, None] - columns[None, None, :], 0)
     by_row = jax.vmap(lambda one, index: one[:, index])(slash, distance)
@@ -126,7 +126,7 @@ def lines_to_blocks(
 def mean_pool(
     x: Float[Array, "B T heads H"], valid: Bool[Array, "B T"], block_size: int
 ) -> Float[Array, "B I heads H"]:
-    """Means over the valid tokens of each block, float32; 0 where there are none."""
+    """Means over the valid tokens of each block, float32; 0 if there are none."""
     sums = block_sums(x.astype(jnp.float32), valid, block_size)
     counts = jnp.sum(valid.reshape(x.shape[0], -1, block_size), axis=-1, dtype=jnp.float32)
     return sums / jnp.maximum(counts, 1.0)[:, :, None, None]
@@ -135,7 +135,7 @@ def mean_pool(
 def head_products(
     query: Float[Array, "B I N H"], key: Float[Array, "B J K H"]
 ) -> Float[Array, "B N I J"]:
-    """`q kᵀ / sqrt(H)` of every query head with its key/value head, float32."""
+    """Computes `q kᵀ / sqrt(H)` of every query head with its key/value head, float32."""
     batch, num_rows, num_heads, head_dim = query.shape
     kv_heads = key.shape[2]
     scores = jnp.einsum(
@@ -150,7 +150,7 @@ def head_products(
 
 
 def row_mask(span: Span, num_blocks: int, block_size: int) -> Bool[Array, "B 1 I J"]:
-    """Causal key blocks of the rows that hold a query; none for the others, which are padding."""
+    """Marks the causal key blocks of the rows with a query; none for padding rows."""
     rows = span.rows(block_size)
     holds_query = jnp.any(span.valid.reshape(*rows.shape, block_size), axis=-1)
     columns = jnp.arange(num_blocks, dtype=jnp.int32)[None, None, :]
@@ -158,7 +158,7 @@ def row_mask(span: Span, num_blocks: int, block_size: int) -> Bool[Array, "B 1 I
 
 
 def lists_of(mask: Bool[Array, "B M I J"], block_size: int) -> BlockSelection:
-    """The marked blocks of every row as lists, ascending."""
+    """Converts the marked blocks of every row to ascending block indices."""
     num_blocks = mask.shape[-1]
     columns = jnp.arange(num_blocks, dtype=jnp.int32)[None, None, None, :]
     ids = jnp.sort(jnp.where(mask, columns, num_blocks), axis=-1)
@@ -166,5 +166,5 @@ def lists_of(mask: Bool[Array, "B M I J"], block_size: int) -> BlockSelection:
 
 
 def keys_of(key: Float[Array, "Ls B S K H"], layer: Any) -> Float[Array, "B S K H"]:
-    """One layer of the stacked cache."""
+    """Takes one layer of the stacked cache."""
     return jax.lax.dynamic_index_in_dim(key, layer, keepdims=False)

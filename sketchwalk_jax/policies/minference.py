@@ -18,7 +18,7 @@ Pattern = Literal["vertical_and_slash", "block_sparse", "stream"]
 
 _PATTERNS = ("vertical_and_slash", "block_sparse", "stream")
 _LAST_QUERIES = 64
-_FIRST_COLUMNS, _NEAR_OFFSETS = 30, 100  # always kept, as far as the sizes allow
+_FIRST_COLUMNS, _NEAR_OFFSETS = 30, 100  # always kept, if the sizes allow
 _LEAST_VERTICAL, _LEAST_SLASH = 30, 50
 _FULL_SCALE = 64.0  # keeps everything of prompts of up to 32K tokens
 
@@ -27,37 +27,37 @@ _FULL_SCALE = 64.0  # keeps everything of prompts of up to 32K tokens
 class MInferenceConfig(PrefillPolicy):
     """Keeps the columns and diagonals to which the last 64 queries attend, per query head.
 
-    With `A = softmax(q[-m:] kᵀ / sqrt(H))`, causal, of the last `m = min(64, n)` queries of a
-    prompt of `n` tokens, `vertical_and_slash` keeps
+    Let `A = softmax(q[-m:] kᵀ / sqrt(H))` be the causal attention of the last `m = min(64, n)`
+    queries of a prompt of `n` tokens. The pattern `vertical_and_slash` keeps
 
     * the `v = min(n, max(scale · vertical, 30))` keys with the largest column sums of `A`, the
       first 30 keys before all others;
     * the `s = min(n, max(scale · slash, 50))` offsets `o` with the largest sums along diagonals,
-      the nearest 100 before all others. Of an offset, the queries of block `i` attend to the keys
+      the nearest 100 before all others. For an offset, the queries of block `i` attend to the keys
       `block_size · i - o + (0 .. block_size - 1)`.
 
-    Attention works on blocks: columns and ranges are rounded out to whole blocks, and the measured
-    density counts what is attended to, several times the pairs of the rule where these are few.
+    Attention works on blocks, so columns and ranges are extended to whole blocks. The measured
+    density counts the attended pairs, which are several times the rule's pairs if those are few.
 
-    The other patterns: `block_sparse` keeps the `scale · top_blocks` blocks with the largest
-    products of mean query and mean key, `stream` the first `scale · sink_tokens` and the last
+    The pattern `block_sparse` keeps the `scale · top_blocks` blocks with the largest products of
+    mean query and mean key. The pattern `stream` keeps the first `scale · sink_tokens` and the last
     `scale · local_tokens` keys of every query.
 
     Every head has the same pattern and sizes, as in the published table for Llama-3.1-8B. Decoding
-    is dense. A prompt that is read in chunks is estimated chunk by chunk, each from its own last
-    queries; so is one that continues a cache. Ties go to the first key and the nearest offset.
+    is dense. If a prompt is read in chunks or continues a cache, each chunk is estimated from its
+    own last queries. Ties go to the first key and the nearest offset.
 
     Attributes:
-      block_size: Tokens per block; published with 64.
-      dense_layers: Leading layers that stay dense; published without any.
+      block_size: Tokens per block; 64 in the paper.
+      dense_layers: Leading layers that stay dense; none in the paper.
       pattern: `"vertical_and_slash"`, `"block_sparse"` or `"stream"`.
-      vertical: Columns that are kept, in tokens.
-      slash: Offsets that are kept, in tokens.
-      top_blocks: Blocks that `block_sparse` keeps in every row.
-      sink_tokens: First keys that `stream` keeps.
-      local_tokens: Last keys that `stream` keeps, the query's own included.
-      scale: Factor of these sizes, at least 0: the knob of the density. The nominal density of
-        (512, 2048) is .78 at 4K tokens, .26 at 16K, .07 at 64K.
+      vertical: Number of columns to keep, in tokens.
+      slash: Number of offsets to keep, in tokens.
+      top_blocks: Number of blocks that `block_sparse` keeps in every row.
+      sink_tokens: Number of first keys that `stream` keeps.
+      local_tokens: Number of last keys that `stream` keeps, including the query's own.
+      scale: Factor of these sizes, at least 0: the threshold that sets the density. The nominal
+        density of (512, 2048) is .78 at 4K tokens, .26 at 16K, .07 at 64K.
 
     Raises:
       ValueError: If a field is outside its range.
@@ -99,7 +99,7 @@ class MInferenceConfig(PrefillPolicy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """The blocks that the pattern touches, for every query head and query block."""
+        """Selects the blocks that the pattern touches, for every query head and query block."""
         self.check_phase(span)
         size, rows = self.block_size, span.rows(self.block_size)
         num_blocks = key.shape[2] // size
@@ -112,7 +112,7 @@ class MInferenceConfig(PrefillPolicy):
             return lines.lists_of(mask, size), walk
         last = lines.last_queries(query, span, block_size=size, count=_LAST_QUERIES)
         columns, offsets = self._kept_lines(*last, keys, span.end)
-        # Of offset `o`, row `i` reads the blocks `i - floor(o / size)` and `i - ceil(o / size)`.
+        # For offset `o`, row `i` reads the blocks `i - floor(o / size)` and `i - ceil(o / size)`.
         later = jnp.pad(offsets, ((0, 0), (0, 0), (size - 1, 0)))[..., : offsets.shape[-1]]
         distances = lines.any_in_block(offsets | later, size)
         mask = lines.lines_to_blocks(lines.any_in_block(columns, size), distances, rows)
@@ -129,7 +129,7 @@ class MInferenceConfig(PrefillPolicy):
         keys: Float[Array, "B S K H"],
         end: Int[Array, "B"],
     ) -> tuple[Bool[Array, "B N S"], Bool[Array, "B N S"]]:
-        """Which columns and which offsets are kept."""
+        """Marks the columns and the offsets to keep."""
         vertical, slash = lines.line_sums(last, keys, is_query, end)
         index = jnp.arange(vertical.shape[-1], dtype=jnp.int32)[None, None, :]
         exists = index < end[:, None, None]

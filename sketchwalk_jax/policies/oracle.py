@@ -1,4 +1,4 @@
-"""The blocks that dense attention would look at most: an upper bound, at the price of dense."""
+"""Keeps the blocks with the most dense attention: an upper bound, as costly as dense."""
 
 import dataclasses
 from typing import Any
@@ -16,23 +16,23 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OracleConfig(BudgetPolicy):
-    """Keeps the blocks that true attention looks at.
+    """Keeps the blocks with the most dense attention.
 
     The score of block `j` for row `i` is the softmax weight that the row's queries, in all heads,
-    put on the block's keys (`block_mass`); in decode, that of the current token alone. Two ways put
-    queries and heads together:
+    put on the block's keys (`block_mass`); in decode, only the current token's weight. There are
+    two ways to combine queries and heads:
 
-    * `"mass"` adds them up. No other list of that length, shared by the heads and holding the
-      forced blocks, covers more mass of the same queries and keys.
-    * `"max"` takes the largest. A retrieval gives a block at most 1 in one head of one query, which
-      heads that spread their attention outvote in a sum: answers need this one, and it is the
-      ceiling that selections with shared lists are measured by.
+    * `"mass"` is the sum. No other list of that length, shared by the heads and with the forced
+      blocks, covers more mass of the same queries and keys.
+    * `"max"` is the maximum. A retrieval gives a block at most 1 in one head of one query; in a
+      sum, heads that spread their attention outvote it. So answers need the maximum, which is the
+      upper bound for selections with shared lists.
 
-    It costs as much as dense attention and serves to judge the others.
+    This policy costs as much as dense attention. It serves to judge the others.
 
-    A row's mass counts the queries of the call at hand. Where a call continues a sequence in the
-    middle of a block, that row chooses for its remaining queries; `chunk_size`, padding and batch
-    change nothing.
+    A row's mass counts only the queries of this call. If a call continues a sequence in the middle
+    of a block, that row selects for its remaining queries. `chunk_size`, padding and batch have no
+    effect.
 
     Attributes:
       density: Share of the causal blocks of each row that is kept, in (0, 1].
@@ -59,7 +59,7 @@ class OracleConfig(BudgetPolicy):
         check_choice("aggregation", self.aggregation, ("mass", "max"))
 
     def metadata_bytes(self, shape: LayerShape, positions: Int[Array, "B"]) -> Float[Array, "B"]:
-        """It reads all keys."""
+        """Counts all keys, which the policy reads."""
         by_token = shape.num_kv_heads * shape.head_dim * jnp.dtype(shape.dtype).itemsize
         return (positions + 1).astype(jnp.float32) * float(by_token)
 
@@ -72,7 +72,7 @@ class OracleConfig(BudgetPolicy):
         layer: Int[Array, ""],
         span: Span,
     ) -> Float[Array, "B I J"]:
-        """Attention to every block: of a row's queries, or of the token being decoded."""
+        """Attention to every block, of a row's queries or of the decoded token."""
         how = "sum" if self.aggregation == "mass" else "max"
         options: dict[str, Any] = {"block_size": self.block_size, "layer": layer, "aggregate": how}
         options["sum_heads"] = span.heads is None

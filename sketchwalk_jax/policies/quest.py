@@ -1,4 +1,4 @@
-"""Quest (arXiv:2406.10774): pages ranked by a bound on their inner products with the query."""
+"""Quest (arXiv:2406.10774): ranks pages by a bound on their inner products with the query."""
 
 import dataclasses
 from typing import Any
@@ -21,8 +21,8 @@ class PageBounds:
     """Smallest and largest key of each page, channel by channel, in the type of the keys.
 
     Attributes:
-      lowest: Minima `[B, J, K, H]`; the largest number of the type in pages without tokens.
-      highest: Maxima `[B, J, K, H]`; the smallest number in pages without tokens.
+      lowest: Minima `[B, J, K, H]`; the type's largest number for pages without tokens.
+      highest: Maxima `[B, J, K, H]`; the type's smallest number for pages without tokens.
     """
 
     lowest: Float[Array, "B J K H"]
@@ -33,21 +33,21 @@ class PageBounds:
 class QuestConfig(DecodePolicy):
     """Keeps the pages that may hold the keys with the largest inner products.
 
-    With `lowest` and `highest` the channel-wise extremes of a page's keys, its score for a query
-    is `Σ_d max(q_d · lowest_d, q_d · highest_d)`, at least `q · k` for every key `k` of the page.
-    Every query head keeps the pages with the highest scores: a share of them (`density`) or
-    `token_budget // block_size`, `min_pages` at least. The extremes that it reads are as many bytes
-    as `2 / block_size` of the keys, an eighth.
+    `lowest` and `highest` are the extremes of a page's keys in each channel. The page's score for a
+    query is `Σ_d max(q_d · lowest_d, q_d · highest_d)`, at least `q · k` for every key `k` of the
+    page. Every query head keeps the pages with the highest scores: a share of them (`density`) or
+    `token_budget // block_size`, and at least `min_pages`. The extremes take `2 / block_size` of
+    the bytes of the keys, an eighth by default.
 
-    Prompts are read densely. The authors' kernels keep the current page whatever its score, and
-    so does this by default; their evaluation does not (`force_current=False`), which can cost much:
-    the bound knows nothing of how recent a page is.
+    Prompts are read densely. By default the current page is always kept, as in the authors'
+    kernels. Their evaluation does not keep it (`force_current=False`), which can cost much accuracy
+    because the bound ignores how recent a page is.
 
     Attributes:
       block_size: Tokens per page.
       density: Share of the causal pages that every query head keeps, in (0, 1]; rounded up.
-      token_budget: When given, tokens to keep at every step, in place of the density.
-      min_pages: Fewest pages to keep.
+      token_budget: If given, number of tokens to keep at every step, instead of the density.
+      min_pages: Minimum number of pages to keep.
       force_current: Whether the current page is always kept, inside the budget.
       dense_layers: Leading layers that stay dense.
 
@@ -75,11 +75,11 @@ class QuestConfig(DecodePolicy):
 
     @property
     def min_units(self) -> int:
-        """Fewest pages to keep."""
+        """Minimum number of pages to keep."""
         return self.min_pages
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> PageBounds:
-        """Pages without tokens."""
+        """Returns the bounds of pages without tokens."""
         size = (batch, num_blocks, shape.num_kv_heads, shape.head_dim)
         largest = _largest(shape.dtype)
         return PageBounds(
@@ -95,9 +95,9 @@ class QuestConfig(DecodePolicy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> PageBounds:
-        """Widens the bounds of the span's pages."""
+        """Widens the bounds of the span's pages by its keys."""
         batch, tokens = span.valid.shape
-        size = min(self.block_size, tokens)  # 1 in decode, where a span may start anywhere
+        size = min(self.block_size, tokens)  # 1 in decode, where a span may start inside a page
         num_pages, pages = tokens // size, span.rows(self.block_size)
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
         key = key.astype(statistics.lowest.dtype).reshape(batch, num_pages, size, *key.shape[2:])
@@ -119,12 +119,12 @@ class QuestConfig(DecodePolicy):
         layer: Int[Array, ""],
         span: Span,
     ) -> Float[Array, "B N 1 J"]:
-        """The bound of every page, for every query head."""
+        """Computes the bound of every page, for every query head."""
         return page_scores(query, statistics)[:, :, None]
 
 
 def _largest(dtype: DTypeLike) -> float:
-    """The largest number of a type: `jax_debug_infs` would raise an error for infinity."""
+    """The largest number of a type: infinity would raise an error with `jax_debug_infs`."""
     return float(jnp.finfo(dtype).max)
 
 
@@ -134,8 +134,8 @@ def page_scores(query: Float[Array, "B 1 N H"], bounds: PageBounds) -> Float[Arr
     `Σ_d max(q_d · lowest_d, q_d · highest_d) = max(q, 0) · highest + min(q, 0) · lowest`.
 
     Args:
-      query: The current token's queries.
-      bounds: Extremes of the pages; empty ones score nothing of meaning.
+      query: Queries of the current token.
+      bounds: Extremes of the pages; the scores of empty pages are meaningless.
 
     Returns:
       Scores, float32.

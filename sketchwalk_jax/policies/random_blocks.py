@@ -1,4 +1,4 @@
-"""Blocks drawn at random: what the density alone is worth."""
+"""Random blocks: a baseline that shows what the density alone achieves."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,12 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomConfig(BudgetPolicy):
-    """Keeps first and diagonal blocks and fills the budget with others, drawn without replacement.
+    """Keeps first and diagonal blocks, and fills the budget with random others.
 
     Block `j` of row `i` in layer `l` has the score `u(seed, l, i, j)`, uniform in [0, 1), and the
-    best scores are kept. The draw depends on nothing else: neither on prompt length, chunking or
-    padding nor on the sequence, so all sequences of all batches share it, and so does every token
-    that is decoded in block `i`. Draw again with another seed.
+    best scores are kept. The scores depend on nothing else: not on prompt length, chunks, padding
+    or sequence. So all sequences of all batches share them, and so do all tokens that are decoded
+    in block `i`. Another seed draws again.
 
     Attributes:
       density: Share of the causal blocks of each row that is kept, in (0, 1].
@@ -56,9 +56,9 @@ class RandomConfig(BudgetPolicy):
         layer: Int[Array, ""],
         span: Span,
     ) -> Float[Array, "B I J"]:
-        """`u(seed, l, i, j)`."""
-        # Named, so that JAX's default generator has no say in what is drawn; and one key for every
-        # (row, block), so that the size of the cache has none either.
+        """Draws `u(seed, l, i, j)`."""
+        # Name the generator, so that JAX's default generator does not change the draw. Use one key
+        # per (row, block), so that the cache's size does not change it either.
         in_layer = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), layer)
 
         def draw(row: Int[Array, ""], block: Int[Array, ""]) -> Float[Array, ""]:

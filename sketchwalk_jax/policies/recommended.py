@@ -1,20 +1,20 @@
-"""The recommended form of Sketch-and-Walk: sharp scores of single keys, remembered across layers.
+"""The recommended form of Sketch-and-Walk: scores of single keys, kept across layers.
 
-The framework is that of the paper: summarise, score blocks, combine across layers, and attend
-exactly over one list that all heads share. The parts are replaced by what real models need:
+It follows the paper's framework: summarise, score blocks, combine across layers, and attend exactly
+over one list that all heads share. It replaces the parts by others that real models need:
 
-* A row of queries is summarised by its mean and by the queries farthest from it and from each
-  other, not by the mean alone. One token of 64 may be the one that asks.
-* A block of keys is seen key by key, in the rotary channels that rotate slowly, in four bits
-  relative to the block's centre (`block_codes`). These channels tell tokens apart by their content
-  and not by their position. A mean over a block would hide a single key.
+* A row (query block) is represented by its mean and by the queries farthest from it and from each
+  other, not only by the mean. One token of 64 may be the one that retrieves.
+* Each key of a block is scored, in the rotary channels that rotate slowly, quantized to four bits
+  relative to the block's zero point (`block_codes`). These channels tell tokens apart by content,
+  not by position. A mean over a block would hide a single key.
 * Scores are sharpened before they are combined: first by a softmax for each head and query, then by
   a norm, with an exponent as in the paper. A retrieval is one head of one query. A sum would
-  outvote it, and a maximum would ignore what many heads look at a little.
-* The walk is a memory of evidence: a block that a layer looked at stays likely in the next layers.
+  outvote it, and a maximum would ignore pages that many heads attend to a little.
+* The walk remembers page scores: a page with a high score stays likely in the next layers.
 
-Lists name pages of 16 keys, a quarter of a block: what a query looks for is seldom longer than a
-page, so that the same number of keys reaches four times as many places.
+Lists hold pages of 16 keys, a quarter of a block. The keys that a query needs seldom span more than
+a page, so the same number of keys reaches four times as many places.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ from sketchwalk_jax.validation import check_integer, check_number, describe
 from sketchwalk_jax.walk import WalkState
 
 PyTree = Any
-# Powers of shares below 1e-38 vanish: of 1e-5 with this one.
+# Powers below 1e-38 vanish; with this exponent, powers of softmax weights below 1e-5 do.
 _MAX_EXPONENT = 8
-# A layer to which a plan gives so much attends to everything.
+# A layer to which a plan gives at least this density attends to everything.
 _AS_GOOD_AS_DENSE = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecommendedConfig(ScorePolicy):
-    r"""The recommended policy: Sketch-and-Walk with token-level evidence.
+    r"""The recommended policy: Sketch-and-Walk with page scores from single keys.
 
     `SketchWalkConfig.recommended(**fields)` makes one too. Let `q_{r, h}` be the representative
     queries of row `i` (`representative_queries`; in decode, the token's own query). The score of
@@ -60,41 +60,41 @@ class RecommendedConfig(ScorePolicy):
         S[i, p] = ( Σ_{r, h} P_{r, h}[i, p]^exponent )^(1 / exponent)
         R_k = max(S_k, decay · R_{k-1})
 
-    The products use `slow_channels` only, and the keys as `BlockCodes` stores them. Row `i` (a
-    block of queries) keeps the best pages of `R_k[i]`, including those that every row keeps.
-    `budget` says how many: `density` of what is before the row, and at least `min_tokens`. Short
-    prompts therefore measure more than `density`: 0.13 for 0.1 with 4,096 tokens, 0.107 with
+    The products use only `slow_channels`, and the keys as `BlockCodes` quantizes them. Row `i` (a
+    query block) keeps the best pages of `R_k[i]`, including the pages that every row keeps.
+    `budget` gives their number: `density` of the keys before the row, and at least `min_tokens`.
+    So short prompts measure more than `density`: for 0.1, it is 0.13 with 4,096 tokens, 0.107 with
     8,192, 0.102 with 16,384.
 
     Attributes:
-      block_size: Queries of a row, and keys of a block whose codes share a centre (a power of two,
+      block_size: Queries of a row, and keys of a block that share zero points (a power of two,
         at least 16).
-      page_size: Keys of a page, which lists name: a power of two, at least 16. Where blocks are not
-        larger, lists name whole blocks.
+      page_size: Keys of a page, the unit of lists: a power of two, at least 16. If blocks are not
+        larger, lists hold whole blocks.
       density: Fraction of all causal pairs to keep, over all layers, dense ones included, in (0,
         1].
       sink_tokens: First keys that every row keeps, in whole pages. They count towards its budget.
-      local_tokens: Keys before its own block that every row of a prompt keeps beside that block, in
-        whole pages. They count towards its budget. A decoded token keeps the last `block_size`
-        keys, in whole pages.
+      local_tokens: Keys before its own block that every row of a prompt keeps in addition to that
+        block, in whole pages. They count towards its budget. A decoded token keeps the last
+        `block_size` keys, in whole pages.
       min_tokens: Minimum number of keys that a row keeps, if there are as many.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
       early_representatives: Pairs `(tokens, count)`: rows that begin before so many tokens have at
         least `count` representatives, since budgets are small there.
-      exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their shares; a
-        large value approaches their maximum.
-      decay: Factor of a page's evidence from one layer to the next, in [0, 1). 0 keeps none.
-      dense_layers: Layers with dense attention: how many leading ones, or a tuple of layer indices.
-        The other layers keep correspondingly less.
-      plan: How the layers of the model share density and representatives. Without a plan, all
-        layers have the same.
+      exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their softmax
+        weights; a large value approaches the maximum.
+      decay: Factor of a page's score from one layer to the next, in [0, 1). 0 forgets all scores.
+      dense_layers: Layers with dense attention: the number of leading ones, or a tuple of layer
+        indices. The other layers keep correspondingly less.
+      plan: Density and representatives of each layer of the model. Without a plan, all layers have
+        the same.
       num_layers: Number of layers of the model, set by `for_layer`. Without it, dense layers are
         not counted in the density.
 
     Raises:
       ValueError: If a field is outside its range, dense layers alone exceed the density, or the
-        plan is of a model with another number of layers.
+        plan is for a model with another number of layers.
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
@@ -148,10 +148,10 @@ class RecommendedConfig(ScorePolicy):
                 f"{self.plan.num_layers}"
             )
         if self.num_layers is not None:
-            _ = self.layer_densities  # which checks them
+            _ = self.layer_densities  # raises if they are impossible
 
     def _check_representatives(self) -> None:
-        """Raises unless the numbers of representatives are possible, and descend with tokens."""
+        """Raises unless the numbers of representatives are possible and descend with tokens."""
         if self.representatives > self.block_size:
             raise ValueError(
                 f"representatives must be at most the {self.block_size} queries of a block, got "
@@ -172,29 +172,29 @@ class RecommendedConfig(ScorePolicy):
 
     @property
     def unit_size(self) -> int:
-        """Keys of a page."""
+        """Number of keys in a page."""
         return min(self.page_size, self.block_size)
 
     @property
     def pages(self) -> int:
-        """Pages of a block."""
+        """Number of pages in a block."""
         return self.block_size // self.unit_size
 
     @property
     def forced(self) -> tuple[int, int]:
-        """First pages, and last ones of a row of a prompt, that are always kept."""
+        """Number of first pages, and of last pages of a prompt's row, that are always kept."""
         return self._in_pages(self.sink_tokens), self.pages + self._in_pages(self.local_tokens)
 
     def _in_pages(self, tokens: int) -> int:
-        """Whole pages of so many tokens."""
+        """Number of whole pages for a number of tokens."""
         return -(-tokens // self.unit_size)
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
-        """The same policy with the number of layers filled in."""
+        """Returns the same policy with the number of layers filled in."""
         return dataclasses.replace(self, num_layers=num_layers)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer attends to everything, by `dense_layers` or by the plan."""
+        """Whether a layer is dense, by `dense_layers` or by the plan."""
         return super().is_dense(layer) or (
             self.plan is not None and self.layer_densities[layer] >= _AS_GOOD_AS_DENSE
         )
@@ -222,15 +222,15 @@ class RecommendedConfig(ScorePolicy):
         return tuple(min(one, self.block_size) for one in found)
 
     def budget(self, num_units: int) -> Int[np.ndarray, "J"]:
-        """Pages that each of `num_units` rows keeps, in the layer that keeps most."""
+        """Number of pages that each of `num_units` rows keeps, in the layer that keeps most."""
         return self.budgets(num_units).max(axis=0)
 
     def budgets(self, num_units: int, *, is_token: bool = False) -> Int[np.ndarray, "Ls J"]:
-        """Pages that each row keeps in every sparse layer, int32 on the host.
+        """Number of pages that each row keeps in every sparse layer, int32 on the host.
 
         Args:
-          num_units: Number of rows of a prompt; of decoded tokens the number of pages, and the
-            result is indexed by the page of the token.
+          num_units: Number of rows of a prompt. For decoded tokens it is the number of pages, and
+            the result is indexed by the token's page.
           is_token: Whether a row is a decoded token.
         """
         sink, local = self.forced
@@ -248,11 +248,11 @@ class RecommendedConfig(ScorePolicy):
         return np.stack([make(density=one) for one in densities])
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
-        """A walk without evidence."""
+        """Returns the walk before the first sparse layer."""
         return WalkState.zeros(batch, num_rows, num_blocks * self.pages)
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> BlockCodes:
-        """Codes of no keys."""
+        """Returns the state without keys."""
         return BlockCodes.zeros(
             batch=batch,
             num_blocks=num_blocks,
@@ -271,7 +271,7 @@ class RecommendedConfig(ScorePolicy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> PyTree:
-        """Adds the codes of the span's keys."""
+        """Quantizes and adds the span's keys."""
         if kernel_config is not None and isinstance(statistics, BlockCodes):
             only = statistics.as_layer()
             found = self.in_place.observe(
@@ -283,15 +283,15 @@ class RecommendedConfig(ScorePolicy):
 
     @property
     def in_place(self) -> "CodesInPlace":
-        """Kernels add to the codes of one layer, and read them, among those of all."""
+        """Lets kernels update and read one layer's keys inside the arrays of all layers."""
         return CodesInPlace(self)
 
     def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
-        """The channels that the scores use."""
+        """Returns the channels that the scores use."""
         return slow_channels(head_dim)
 
     def _of_slow(self, kernel_config: KernelConfig | None, head_dim: int) -> KernelConfig | None:
-        """What kernels run with, or `None` if the kernels do not support these channels."""
+        """Settings of the kernels, or `None` if they do not support these channels."""
         is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
         return kernel_config if is_slow else None
 
@@ -306,7 +306,7 @@ class RecommendedConfig(ScorePolicy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """The pages with the most evidence, for every query block or for the decoded token.
+        """Selects the pages with the highest scores, for every query block or the decoded token.
 
         `statistics` may be `LayerCodes`, which kernels read in place.
         """
@@ -345,12 +345,12 @@ class RecommendedConfig(ScorePolicy):
         span: Span,
         kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState] | None:
-        """All of `select` for a token, by kernels; None if they cannot take the call."""
+        """Runs all of `select` for a token in kernels; `None` if they do not support the call."""
         kernel_config = self._of_slow(kernel_config, query.shape[-1])
         if isinstance(statistics, BlockCodes):
             statistics = statistics.as_layer()
         elif isinstance(statistics, LayerCodes):
-            # Among all sparse layers, so as many have been walked; a counter less to keep.
+            # The layer index equals the number of walk steps so far, and needs no counter.
             walk = WalkState(walk.scores, statistics.layer)
         if kernel_config is None or not isinstance(statistics, LayerCodes):
             return None
@@ -385,7 +385,7 @@ class RecommendedConfig(ScorePolicy):
         heads: Heads | None = None,
         kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I P"]:
-        """`S[i, p]` of the class, from the queries that represent each row."""
+        """Page scores `S[i, p]` of the class, from the representative queries of each row."""
         return block_scores(
             queries,
             codes,
@@ -405,7 +405,7 @@ class RecommendedConfig(ScorePolicy):
         count: int,
         kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
-        """`count` queries that represent each row, in the channels that the scores use."""
+        """Selects `count` representative queries of each row, in the channels of the scores."""
         head_dim = query.shape[-1]
         sizes, found = {"count": count, "block_size": self.block_size}, None
         kernel_config = self._of_slow(kernel_config, head_dim)
@@ -425,12 +425,12 @@ class RecommendedConfig(ScorePolicy):
         *,
         kernel_config: KernelConfig | None,
     ) -> Float[Array, "B I P"]:
-        """The scores of a prompt's rows, each with its number of representatives.
+        """Scores a prompt's rows, each with its number of representatives.
 
-        That depends on the row's position and on the sparse layer. All rows are scored with the
-        number that their layer has everywhere. Where a span begins is known only when the program
-        runs, but only its first rows can be early ones: what these have beyond the layer's number
-        is scored apart, and added to the norm.
+        The number depends on the row's position and on the sparse layer. All rows are scored with
+        their layer's number. A span's start is known only at run time, but only its first rows can
+        be early ones (`early_representatives`): their additional representatives are scored
+        separately and added to the norm.
         """
         rows = span.rows(self.block_size)
         by_layer = jnp.asarray(self.sparse_representatives, jnp.int32)
@@ -457,12 +457,12 @@ class RecommendedConfig(ScorePolicy):
             number = jnp.arange(usual[0], count, dtype=jnp.int32)[None, None]
             counts = self._early_representatives_of(own)[..., None]
             is_added = (number >= least) & (number < counts)
-            # Scores are never negative. That these wait for those keeps what ranks gather in one
-            # order: two collectives at once can wait for each other forever on CPUs.
+            # Scores are never negative. This comparison orders the collectives of both scores: on
+            # CPUs two at once can deadlock.
             is_added = is_added & (found[:, first:last, :1] >= 0.0)
             added = jnp.where(is_added[..., None, None], added, jnp.nan)
-            # Where none of the rows is early they add nothing, and are taken for the first ones of
-            # a prompt, which have the fewest keys to score.
+            # If no row is early, they add nothing. Then score them as a prompt's first rows, which
+            # have the fewest keys.
             is_early = jnp.any(is_added, axis=(1, 2), keepdims=True)[..., 0]
             own = jnp.where(is_early, own, own - own[:, :1])
             before = found[:, first:last]
@@ -474,7 +474,7 @@ class RecommendedConfig(ScorePolicy):
         return jnp.concatenate([*parts, found[:, first:]], axis=1)
 
     def _early_representatives_of(self, rows: Int[Array, "B I"]) -> Int[Array, "B I"]:
-        """How many queries rows have at least, for being early ones; 0 if they are not."""
+        """Minimum number of representatives of early rows; 0 for other rows."""
         found = jnp.zeros_like(rows)
         for tokens, count in reversed(self.early_representatives):
             count = min(count, self.block_size)
@@ -490,14 +490,14 @@ class RecommendedConfig(ScorePolicy):
         is_token: bool,
         kernel_config: KernelConfig | None = None,
     ) -> BlockSelection:
-        """The pages with the most evidence, up to the budget of a sparse layer.
+        """Keeps the pages with the highest scores, up to the budget of a sparse layer.
 
         Args:
-          evidence: Of every page, for every row.
-          last: The last page of each row: of its block, or the decoded token's own.
-          index: The layer among the sparse ones.
+          evidence: Score of every page for every row, with the walk.
+          last: The last page of each row: of its block, or the decoded token's page.
+          index: Index of the layer among the sparse layers.
           is_token: Whether a row is a decoded token.
-          kernel_config: What kernels run with, or `None` for plain JAX.
+          kernel_config: Settings of the kernels, or `None` for plain JAX.
         """
         num_pages = evidence.shape[-1]
         num_rows = num_pages if is_token else num_pages // self.pages
@@ -521,10 +521,10 @@ class RecommendedConfig(ScorePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class CodesInPlace:
-    """Codes of all layers, which kernels add to and read where they lie (`base.InPlace`).
+    """Quantized keys of all layers, which kernels update and read in place (`base.InPlace`).
 
     Attributes:
-      policy: The policy, which says what channels count.
+      policy: The policy, which determines the channels.
     """
 
     policy: RecommendedConfig
@@ -539,7 +539,7 @@ class CodesInPlace:
         kernel_config: KernelConfig | None,
         write: TokenWrite | None = None,
     ) -> tuple[Any, ...] | None:
-        """Adds the codes of the span's keys in one layer; with `write`, writes the caches."""
+        """Quantizes and adds the span's keys in one layer; with `write`, also writes the caches."""
         kernel_config = self.policy._of_slow(kernel_config, key.shape[-1])
         if kernel_config is None or not isinstance(statistics, BlockCodes):
             return None
@@ -550,7 +550,7 @@ class CodesInPlace:
         return None if found is None else (BlockCodes(*found[:4]), *found[4:])
 
     def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
-        """The codes of one layer, left in place in the codes of all layers."""
+        """Returns the quantized keys of one layer, left in place in the arrays of all layers."""
         if isinstance(statistics, BlockCodes):
             return LayerCodes(statistics, layer)
         return take_layer(statistics, layer)
@@ -559,7 +559,7 @@ class CodesInPlace:
 def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]:
     """Density and representatives of every layer by a plan, with the preset's other defaults.
 
-    Dense layers have density 1 and None.
+    Dense layers have density 1 and `None`.
 
     Args:
       plan: The plan.
@@ -580,7 +580,7 @@ def planned_layers(plan: Plan, density: float) -> list[tuple[float, int | None]]
 
 
 def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
-    """The half of a head's channels that the rotary embedding rotates slowest.
+    """Returns the half of a head's channels that the rotary embedding rotates most slowly.
 
     Channels `d` and `d + H/2` are rotated together, with a frequency that decreases with `d`.
 
@@ -596,15 +596,15 @@ def slow_channels(head_dim: int) -> Int[np.ndarray, "H2"]:
 def representative_queries(
     query: Float[Array, "B T N H"], valid: Bool[Array, "B T"], *, block_size: int, count: int
 ) -> Float[Array, "B I R N H"]:
-    """Queries that represent each row, for every head: its mean, and the farthest queries.
+    """Selects representative queries of each row, per head: its mean and the farthest queries.
 
     This is farthest-point traversal (Gonzalez 1985). It starts with the mean, and `count - 1` times
     adds the query that is farthest from the nearest query taken so far. Queries that are not valid
     or not finite are never taken. If there are no more queries, the mean is taken again.
 
     Args:
-      query: Queries. Column 0 begins a row.
-      valid: Which of them are tokens of the sequence.
+      query: Queries. Column 0 is the start of a row.
+      valid: Whether each query is a token of the sequence.
       block_size: Number of queries in a row.
       count: Number of representatives `R`.
 
@@ -635,7 +635,7 @@ def representative_queries(
 def _share_density(
     density: float, is_dense: tuple[bool, ...], plan: Plan | None
 ) -> tuple[float, ...]:
-    """Densities of the layers, with the given mean. Dense layers have density 1."""
+    """Shares a mean density among the layers. Dense layers have density 1."""
     count = len(is_dense) - sum(is_dense)
     left = density * len(is_dense) - sum(is_dense)
     if not count:
@@ -654,18 +654,18 @@ def _share_density(
 
 @functools.lru_cache(maxsize=1024)
 def page_budget(num_rows: int, *, density: float, pages: int, least: int) -> Int[np.ndarray, "I"]:
-    """How many pages each row keeps, so that all rows together keep the density.
+    """Number of pages that each row keeps, so that all rows together keep the density.
 
     Half of a row's own block is in the future. So `c` pages in row `i` count as `c - pages / 2`,
-    and the causal ones as `pages · (i + 1/2)`. A row therefore keeps `pages · (density · (i + 1/2)
-    + 1/2)` pages, rounded, and at least `least` if there are as many. What the first rows take
-    beyond the density makes the measured one higher. The budget of a row depends on its position
-    only, never on the length of the prompt.
+    and the causal pages as `pages · (i + 1/2)`. A row therefore keeps `pages · (density · (i + 1/2)
+    + 1/2)` pages, rounded, and at least `least` if there are as many. The first rows take more than
+    the density, which makes the measured density higher. A row's budget depends only on its
+    position, never on the length of the prompt.
 
     Args:
       num_rows: Number of rows.
       density: Fraction of all causal pairs.
-      pages: Pages of a block; a row is a block of queries.
+      pages: Number of pages in a block; a row is a query block.
       least: Minimum number of pages of a row.
 
     Returns:

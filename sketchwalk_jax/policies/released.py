@@ -1,8 +1,8 @@
-"""The rule of the authors' published code, which is not Algorithms 1 and 2 as printed.
+"""The rule of the authors' published code, which differs from Algorithms 1 and 2 as printed.
 
-Implemented from a description of what it computes. It scores per head without a projection, looks
-at later blocks (no causal mask in its softmax), and depends on the length of the prompt; so chunked
-prefill selects other blocks than one-shot prefill, and its density cannot be set.
+It is implemented from a description of the code. It scores per head without a projection, and sees
+later blocks (its softmax has no causal mask). It depends on the length of the prompt, so chunked
+prefill selects other blocks than one-shot prefill. Its density cannot be set.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class HeadSums:
     Attributes:
       query: Sums of each block's queries, float32 `[B, J, N, H]`.
       key: Sums of each block's keys, float32 `[B, J, K, H]`.
-      recent: The last queries, slot `position % decode_queries`, float32 `[B, W, N, H]`.
+      recent: The latest queries, at index `position % decode_queries`, float32 `[B, W, N, H]`.
     """
 
     query: Float[Array, "B J N H"]
@@ -43,26 +43,26 @@ class ReleasedConfig(Policy):
     """Per-head block softmax, a damped three-step walk, and a quantile rule.
 
     `P` is the mean over query heads of `softmax(logit_scale · q̄ k̄ᵀ / sqrt(H))` over all blocks;
-    `S = R_{k-1}` (`P` at first); `walk_steps` times `S ← (1 - damping) P + damping · S P`;
-    `R_k = S`. With `n` tokens, row `i` keeps the first `sink_fraction · n` tokens' blocks, the
-    `recent_fraction · n` before it, its own, and those above the `quantile` of `S[i]` among the
-    causal blocks after the first `skip_fraction · n` tokens. The prompt's last `dense_rows` rows
-    keep everything. Decode keeps no state across layers: its row pools the last `decode_queries`
-    queries.
+    `S = R_{k-1}` (`P` at first); then `walk_steps` times `S ← (1 - damping) P + damping · S P`;
+    `R_k = S`. With `n` tokens, row `i` keeps the blocks of the first `sink_fraction · n` tokens, of
+    the `recent_fraction · n` tokens before it, and its own. It also keeps the blocks above the
+    `quantile` of `S[i]` among the causal blocks after the first `skip_fraction · n` tokens. The
+    prompt's last `dense_rows` rows keep everything. Decode keeps no state across layers: its row
+    pools the last `decode_queries` queries.
 
-    A logit that is not finite counts as none. Since the softmax looks at later blocks, a token that
-    is NaN changes the lists of rows before it, as every token does here; it never makes them NaN.
+    Logits that are not finite are ignored. Since the softmax sees later blocks, a NaN token changes
+    the lists of rows before it, as every token does here; it never makes them NaN.
 
     Attributes:
       logit_scale: Factor of the logits.
       walk_steps: Walk steps per layer.
-      damping: Weight of the walked part.
+      damping: Weight of the walked scores.
       sink_fraction: Share of tokens at the start that every row keeps.
       recent_fraction: Share of tokens before a row that it keeps.
-      skip_fraction: Share of tokens at the start that the quantile leaves out.
-      quantile: Rank above which a block is kept, in (0, 1).
-      dense_rows: Last rows of a prompt that keep everything.
-      decode_queries: Queries pooled in decode.
+      skip_fraction: Share of tokens at the start that the quantile ignores.
+      quantile: Quantile above which a block is kept, in (0, 1).
+      dense_rows: Number of last rows of a prompt that keep everything.
+      decode_queries: Number of queries pooled in decode.
       dense_layers: Leading layers that stay dense.
 
     Raises:
@@ -90,7 +90,7 @@ class ReleasedConfig(Policy):
         check_number("logit_scale", self.logit_scale, "(0, inf)")
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> HeadSums:
-        """Zero sums."""
+        """Returns sums of zero."""
 
         def zeros(length: int, heads: int) -> Array:
             return jnp.zeros((batch, length, heads, shape.head_dim), jnp.float32)
@@ -102,7 +102,7 @@ class ReleasedConfig(Policy):
         )
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
-        """The walk before the first sparse layer."""
+        """Returns the walk before the first sparse layer."""
         return WalkState.zeros(batch, num_rows, num_blocks)
 
     def observe(
@@ -114,7 +114,7 @@ class ReleasedConfig(Policy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> HeadSums:
-        """Adds the span's tokens to the sums and remembers the latest queries."""
+        """Adds the span's tokens to the sums, and stores the latest queries."""
         batch, tokens = span.valid.shape
         size = min(self.block_size, tokens)
         sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -143,9 +143,9 @@ class ReleasedConfig(Policy):
         key_sums: Float[Array, "B J K H"],
         exists: Bool[Array, "B J"],
     ) -> Float[Array, "B I J"]:
-        """`P`: the mean over heads of the block softmax; heads one at a time, to bound memory.
+        """Computes `P`, the mean block softmax of heads, one head at a time to save memory.
 
-        A logit that is not finite counts as none, so that a head without any adds nothing.
+        Logits that are not finite are ignored, so a head with no others adds nothing.
         """
         num_heads, head_dim = query.shape[2:]
         group = num_heads // key_sums.shape[2]
@@ -194,7 +194,7 @@ class ReleasedConfig(Policy):
         is_sink = column < blocks(self.sink_fraction, up=True)
         is_recent = column >= row - blocks(self.recent_fraction, up=True)
         is_candidate = causal & (column >= blocks(self.skip_fraction, up=False))
-        # NaN marks what the quantile leaves out.
+        # `nanquantile` ignores NaN.
         threshold = jnp.nanquantile(
             jnp.where(is_candidate, scores, jnp.nan),
             jnp.asarray(self.quantile, jnp.float32),
@@ -222,7 +222,7 @@ class ReleasedConfig(Policy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Blocks for every query block and the walk; for one token, which leaves the walk as is."""
+        """Selects for every query block and updates the walk; a token leaves it unchanged."""
         rows, num_blocks = span.rows(self.block_size), statistics.key.shape[1]
         exists = self._exists(span.end, num_blocks)
         matrix = self._transition(statistics.query / self.block_size, statistics.key, exists)

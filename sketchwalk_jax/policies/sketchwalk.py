@@ -1,9 +1,9 @@
 """Sketch-and-Walk: Algorithms 1 and 2 (arXiv:2602.07397), except the attention itself.
 
-`SketchWalkConfig` says what is computed, as one frozen value with named presets, and computes it.
+`SketchWalkConfig` is a frozen configuration with named presets, and the policy that it configures.
 `observe` is steps 1-4 of Algorithm 1 (2 and 3 of Algorithm 2), and `select` is steps 5-7 (3 to 6).
-Each step is a function of its own (`sketch`, `walk`, `selection`), chosen by a field.
-`KernelConfig` decides how fast this runs, and never changes a result beyond rounding.
+Each step is a separate function (`sketch`, `walk`, `selection`), chosen by a field. `KernelConfig`
+determines how fast this runs, and changes results only by rounding.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class SketchSums:
     """Running sums of head means of queries and keys in sketch space.
 
     Attributes:
-      query: Sums over the tokens of each block, float32 `[B, J, 1, R]`.
+      key: Sums over the keys of each block, float32 `[B, J, 1, R]`.
       key: The same for keys.
     """
 
@@ -63,7 +63,7 @@ class SketchWalkConfig(Policy):
     layer: its state in layer `k` is `R_k = R_{k-1} W_k` (equation 1), or with damping
     `X ← (1 - β) P + β X P`.
 
-    Row `i` (a block of queries) keeps the `count[i]` best key blocks of `R_k[i]`, with `count[i] =
+    Row `i` (a query block) keeps the `count[i]` best key blocks of `R_k[i]`, with `count[i] =
     min(i + 1, max(sink_blocks + local_blocks, ceil(density · (i + 1))))`.
 
     Instances are hashable. Pass them to `jax.jit` as static arguments.
@@ -83,8 +83,8 @@ class SketchWalkConfig(Policy):
       sink_blocks: Number of first blocks that every row keeps. They count towards its budget.
       local_blocks: Number of last blocks, up to the row's own, that every row keeps. They count
         towards its budget.
-      dense_layers: Layers with dense attention: how many leading ones, or a tuple of layer indices.
-        They neither read nor write the walk.
+      dense_layers: Layers with dense attention: the number of leading ones, or a tuple of layer
+        indices. They neither read nor write the walk.
 
     Raises:
       ValueError: If a field is outside its range.
@@ -133,7 +133,7 @@ class SketchWalkConfig(Policy):
 
     @classmethod
     def paper(cls, **overrides: Any) -> "SketchWalkConfig":
-        """The method as printed: `R_k = R_{k-1} W_k` with `W = A ** 8`, scores of head means.
+        """Makes the method as printed: `R_k = R_{k-1} W_k` with `W = A ** 8`, scores of head means.
 
         Args:
           **overrides: Fields to change, such as `density=0.1`.
@@ -142,7 +142,7 @@ class SketchWalkConfig(Policy):
 
     @classmethod
     def damped(cls, **overrides: Any) -> "SketchWalkConfig":
-        """Softmax transitions with damping: `X ← (1 - β) P + β X P`, with β = 0.25.
+        """Makes softmax transitions with damping: `X ← (1 - β) P + β X P`, with β = 0.25.
 
         Args:
           **overrides: Fields to change, such as `density=0.1`.
@@ -151,7 +151,7 @@ class SketchWalkConfig(Policy):
 
     @classmethod
     def one_hop(cls, **overrides: Any) -> "SketchWalkConfig":
-        """The ablation without a walk: `R_k = P`, so each layer selects by its own scores.
+        """Makes the ablation without a walk: `R_k = P`, so each layer selects by its own scores.
 
         Args:
           **overrides: Fields to change, such as `density=0.1`.
@@ -160,7 +160,7 @@ class SketchWalkConfig(Policy):
 
     @classmethod
     def released(cls, **overrides: Any) -> ReleasedConfig:
-        """The rule of the authors' published code, which is another class, `ReleasedConfig`.
+        """Makes the rule of the authors' published code, in another class, `ReleasedConfig`.
 
         Args:
           **overrides: Fields of `ReleasedConfig` to change.
@@ -169,16 +169,16 @@ class SketchWalkConfig(Policy):
 
     @classmethod
     def recommended(cls, **overrides: Any) -> RecommendedConfig:
-        """The recommended policy, which is another class, `RecommendedConfig`.
+        """Makes the recommended policy, in another class, `RecommendedConfig`.
 
-        It loses far fewer answers than the method as printed. It lists pages of 16 keys.
+        It loses far fewer answers than the method as printed. Its lists hold pages of 16 keys.
 
         Args:
           **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`.
         """
         return RecommendedConfig(**overrides)
 
-    # The state.
+    # State.
 
     @property
     def statistics_key(self) -> tuple[tuple[str, Any], ...]:
@@ -186,12 +186,12 @@ class SketchWalkConfig(Policy):
         return ("sketch_dim", self.sketch_dim), ("seed", self.seed)
 
     def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> SketchSums:
-        """Zero sums in sketch space."""
+        """Returns sums of zero in sketch space."""
         size = (batch, num_blocks, 1, sketch_size(shape.head_dim, self.sketch_dim))
         return SketchSums(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.float32))
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
-        """The walk before the first sparse layer."""
+        """Returns the walk before the first sparse layer."""
         return WalkState.zeros(batch, num_rows, num_blocks)
 
     def budget(self, num_blocks: int) -> Int[np.ndarray, "J"]:
@@ -247,7 +247,7 @@ class SketchWalkConfig(Policy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Scores, walk and top-τ: the blocks for every query block, or for the decoded token."""
+        """Scores, walk and top-τ: selects blocks for every query block, or the decoded token."""
         del key, layer
         select = self._select_token if span.is_token else self._select_prompt
         return select(query, statistics, walk, span=span, kernel_config=kernel_config)
@@ -324,13 +324,13 @@ class SketchWalkConfig(Policy):
 
     @property
     def _walk_rule(self) -> dict[str, Any]:
-        """The fields that `walk_step` takes, or the kernels that replace it."""
+        """Arguments of `walk_step`, or of the kernels that replace it."""
         names = ("transition", "exponent", "walk_degree", "beta")
         return {name: getattr(self, name) for name in names}
 
     @property
     def _list_rule(self) -> dict[str, Any]:
-        """The fields that `select_blocks` takes, or the kernels that replace it."""
+        """Arguments of `select_blocks`, or of the kernels that replace it."""
         names = ("sink_blocks", "local_blocks", "block_size")
         return {name: getattr(self, name) for name in names}
 
@@ -341,12 +341,12 @@ class SketchWalkConfig(Policy):
 def _add_blocks(
     total: Float[Array, "B J 1 R"], new: Float[Array, "B I 1 R"], first_block: Int[Array, "B"]
 ) -> Float[Array, "B J 1 R"]:
-    """Adds blocks to those from `first_block` on. What lies beyond the last one is dropped."""
+    """Adds sums to the blocks from `first_block` on. Blocks beyond the last one are dropped."""
     num_rows = new.shape[1]
     sequence = jnp.arange(total.shape[0], dtype=jnp.int32)[:, None]
     if num_rows == 1:
         return total.at[sequence, first_block[:, None]].add(new, mode="drop")
-    # Unlike a scatter, this is one pass together with what comes before and after.
+    # Unlike a scatter, this fuses with the operations before and after.
     row = jnp.arange(total.shape[1], dtype=jnp.int32)[None, :] - first_block[:, None]
     is_new = (row >= 0) & (row < num_rows)
     added = new[sequence, jnp.clip(row, 0, num_rows - 1)]

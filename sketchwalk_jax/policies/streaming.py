@@ -1,4 +1,4 @@
-"""First and most recent blocks, whatever they hold: attention sinks and a sliding window."""
+"""First and most recent blocks, independent of content: attention sinks and a sliding window."""
 
 import dataclasses
 from typing import Any
@@ -17,15 +17,15 @@ PyTree = Any
 class StreamingConfig(BudgetPolicy):
     """Keeps the first `sink_blocks` blocks and the most recent ones up to the budget.
 
-    Row `i` with budget `c` keeps `0 .. sink_blocks - 1` and `i - (c - sink_blocks) + 1 .. i`: the
-    pattern of StreamingLLM (arXiv:2309.17453) in blocks, with a window that grows with the row, so
-    that its density is the asked one. No query or key is looked at: the floor that a method which
-    does look must beat.
+    Row `i` with budget `c` keeps `0 .. sink_blocks - 1` and `i - (c - sink_blocks) + 1 .. i`. This
+    is the pattern of StreamingLLM (arXiv:2309.17453) in blocks, but the window grows with the row,
+    so that its density is the requested one. The policy reads no query or key: it is the baseline
+    that policies that read them must beat.
 
     Attributes:
       density: Share of the causal blocks of each row that is kept, in (0, 1].
       sink_blocks: First blocks that every row keeps, inside its budget.
-      local_blocks: Fewest last blocks that every row keeps.
+      local_blocks: Minimum number of last blocks that every row keeps.
       dense_layers: Leading layers that stay dense.
 
     Raises:
@@ -49,7 +49,7 @@ class StreamingConfig(BudgetPolicy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, PyTree]:
-        """First and most recent blocks of every row."""
+        """Lists the first and most recent blocks of every row."""
         rows, num_blocks = span.rows(self.block_size), key.shape[2] // self.block_size
         counts = self.counts(rows, num_blocks)[..., None]
         place = jnp.arange(int(self.budget(num_blocks)[-1]), dtype=jnp.int32)[None, None, :]
