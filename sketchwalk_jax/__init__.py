@@ -5,21 +5,21 @@ Text in, text out:
     lm = LanguageModel.load("Qwen/Qwen3-0.6B")
     lm.generate("Walk with")
 
-The pure functions below it, from tokens to tokens:
+The pure functions underneath, from tokens to tokens:
 
     params, model_config = load("Qwen/Qwen3-0.6B")
     generate = make_generate(model_config, max_new_tokens=64)
     generation = generate(params, tokens)
 
-Importing this package does not import Flax, transformers or Orbax; the functions that need them
-import them. `LanguageModel` is imported when it is first used.
+Importing this package does not import Flax, transformers or Orbax; only functions that need them
+do. `LanguageModel` is imported when it is first used.
 """
 
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-# In a checkout the packages `models` and `pallas_kernels` lie beside this folder, not in it.
+# In a checkout the packages `models` and `pallas_kernels` are next to this folder, not in it.
 _root = _Path(__file__).parent.parent
 if all((_root / _name / "__init__.py").exists() for _name in ("models", "pallas_kernels")):
     __path__.append(str(_root))
@@ -92,7 +92,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """Imports `LanguageModel` when it is first used; the functions below it do not need it."""
+    """Imports `LanguageModel` when it is first used, because the pure functions do not need it."""
     if name != "LanguageModel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sketchwalk_jax.language_model import LanguageModel
