@@ -1,19 +1,19 @@
-"""One sparse layer of each rule in plain JAX: the specification of this package.
+"""One sparse layer of each algorithm in plain JAX: the specification of this package.
 
-`recommended_layer` is the default rule, `paper_layer` the rule that the paper prints
+`recommended_layer` is the default algorithm, `paper_layer` the algorithm as the paper prints it
 (arXiv:2602.07397, Algorithms 1 and 2). Policies and kernels are tested against this file. It shares
 no code with them, and is written to be read, not to be fast.
 
 A layer takes queries, keys and values of all tokens of one sequence, after rotary embedding, and
-the walk that the sparse layer before returned (`None` in the first one). It returns the output, the
-next walk, and which pages each row keeps. `jax.vmap` adds a batch. With `is_token`, a layer is one
-step of decode: it computes the output of the last token alone, from this token's own query.
+the walk that the previous sparse layer returned (`None` in the first one). It returns the output,
+the next walk, and a mask of the pages that each row keeps. `jax.vmap` adds a batch. With
+`is_token`, a layer is one step of decode: it computes only the last token's output, from its query.
 
 Axes: `T` tokens, `N` query heads, `K` key/value heads (query head `n` reads key/value head
 `n // (N / K)`), `H` channels of a head, `C` channels that scores use, `I` rows, `J` blocks, `S`
-tokens of a block, `P` pages, `R` queries that represent a row. A *row* is a block of queries, which
-share a list of pages; in decode it is the one new token. No row depends on later blocks or on the
-length of the prompt, so that pieces of whole blocks select what the whole prompt selects.
+tokens of a block, `P` pages, `R` queries that represent a row. A *row* is a block of queries that
+share a list of pages; in decode it is the new token. No row depends on later blocks or on the
+length of the prompt, so a prompt read in pieces of whole blocks selects the same pages.
 """
 
 import math
@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 _einsum = partial(jnp.einsum, precision="highest")  # in float32, also on tensor cores
 
 
-# The default rule.
+# The default algorithm.
 
 
 def recommended_layer(
@@ -47,15 +47,15 @@ def recommended_layer(
     decay: float = 0.4,
     sink_tokens: int = 16,  # first keys, which every row keeps
     local_tokens: int = 32,  # keys before its own block, which every row keeps
-    min_tokens: int = 256,  # fewest keys of a row
+    min_tokens: int = 256,  # minimum number of keys of a row
 ) -> tuple[Float[Array, "Q N H"], Float[Array, "I P"], Bool[Array, "I P"]]:
-    """Attends to the pages with the best scores, which the walk remembers from layer to layer.
+    """Attends to the pages with the best scores, which the walk carries from layer to layer.
 
         walk_k = max(page_scores_k, decay · walk_{k-1})
 
-    Row `i` keeps `page_budget` pages, where a row is `w` pages wide: the first and the last ones
-    always, then the best by `walk_k[i]`. A decoded token is a row of one page (`w = 1`), is
-    represented by its own query, and keeps the last `block_size` keys in place of `local_tokens`.
+    Row `i` keeps `page_budget` pages, where a row is `w` pages wide: always the first and the last
+    ones, then the best by `walk_k[i]`. A decoded token is a row of one page (`w = 1`), represented
+    by its own query. It keeps the last `block_size` keys instead of `local_tokens`.
     """
     num_tokens, _, head_dim = query.shape
     slow, pages = slow_channels(head_dim), block_size // page_size  # of a block
@@ -82,14 +82,14 @@ def recommended_layer(
 
 
 def slow_channels(head_dim: int) -> Int[np.ndarray, "C"]:
-    """The half of the channels that rotary embedding, of `d` and `d + H/2`, rotates slowest."""
+    """Returns the half of the channels that rotary embedding (`d`, `d + H/2`) rotates slowest."""
     return np.flatnonzero(np.arange(head_dim) % (head_dim // 2) >= head_dim // 4)
 
 
 def representative_queries(query: Float[Array, "S C"], count: int) -> Float[Array, "R C"]:
-    """The mean of one head's queries, then each time the one farthest from all taken so far.
+    """Takes the mean of one head's queries, then repeatedly the query farthest from all taken.
 
-    Queries that are not finite do not count. Where no other is left, the mean is taken again.
+    Queries that are not finite are ignored. If no other is left, the mean is taken again.
     """
     left = jnp.isfinite(query).all(axis=1)
     x = jnp.where(left[:, None], query.astype(jnp.float32), 0.0)
@@ -106,13 +106,13 @@ def representative_queries(query: Float[Array, "S C"], count: int) -> Float[Arra
 def quantize_keys(
     key: Float[Array, "J S K C"],
 ) -> tuple[Float[Array, "J K C"], Float[Array, "J S K C"]]:
-    """Zero points of blocks in bfloat16, and offsets of keys from them in 4 bits, by channel.
+    """Zero points of blocks in bfloat16, and keys' offsets from them in 4 bits, per channel.
 
         zero_point = (max_s k_s + min_s k_s) / 2
-        scale      = least power of two, from 2^-9 to 2^6, not below max_s abs(k_s - zero_point) / 7
+        scale      = smallest power of two, 2^-9 to 2^6, not below max_s abs(k_s - zero_point) / 7
         offset_s   = scale · round((k_s - zero_point) / scale), the integer from -7 to 7
 
-    A key that is not finite has the offset 0. A block of such keys has the zero point NaN.
+    A key that is not finite has the offset 0. A block of only such keys has the zero point NaN.
     """
     x, is_finite = key.astype(jnp.float32), jnp.isfinite(key).all(axis=-1, keepdims=True)
     low = jnp.where(is_finite, x, jnp.inf).min(axis=1, keepdims=True)
@@ -125,10 +125,10 @@ def quantize_keys(
 
 
 def round_query(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
-    """A query in 8 bits: float8_e4m3fn times the least power of two that leaves at most 448."""
+    """Rounds a query to float8_e4m3fn times the least power of two that leaves at most 448."""
     x = query.astype(jnp.float32)
     scale = _power_of_two_above(abs(x).max(axis=-1, keepdims=True) / 448.0)
-    # Without the barrier, XLA may leave out a conversion to fewer bits and back.
+    # Without the barrier, XLA may drop a conversion to fewer bits and back.
     rounded = jax.lax.optimization_barrier((x / scale).astype(jnp.float8_e4m3fn))
     return scale * rounded.astype(jnp.float32)
 
@@ -140,7 +140,7 @@ def page_logits(
     num_tokens: int,
     page_size: int,
 ) -> Float[Array, "I R N P"]:
-    """`q · zero_point + max_s round_query(q) · offset_s` over the keys `s` of each page."""
+    """Computes `q · zero_point + max_s round_query(q) · offset_s` over each page's keys `s`."""
     group = reps.shape[2] // zero_point.shape[1]
     zero_point, offsets = (jnp.repeat(x, group, axis=-2) for x in (zero_point, offsets))
     products = _einsum("irnc,jsnc->irnjs", round_query(reps), offsets)
@@ -158,12 +158,12 @@ def page_scores(
     number: Int[np.ndarray, "I"],
     exponent: int,
 ) -> Float[Array, "I P"]:
-    """What all heads and representatives of a row see in each page, as a norm of their shares.
+    """Page scores: a norm over heads and representatives of their softmax over pages.
 
         share[i, r, n, p] = softmax of logits[i, r, n] over the pages p up to last[i]
         score[i, p] = (sum over n and r < number[i] of share[i, r, n, p]^exponent)^(1 / exponent)
 
-    A logit of 1e29 or more, or none at all (NaN), is of a page that is not seen.
+    Pages with a logit of magnitude 1e29 or more, or NaN, are masked.
     """
     is_before = (np.arange(logits.shape[3]) <= last[:, None])[:, None, None, :]
     is_used = (np.arange(logits.shape[1]) < number[:, None])[:, :, None, None]
@@ -176,16 +176,16 @@ def page_scores(
 def page_budget(
     row: Int[np.ndarray, "I"], width: int, density: float, least: int
 ) -> Int[np.ndarray, "I"]:
-    """`min(w · (i + 1), max(least, round(w · (density · (i + 1/2) + 1/2))))`, exactly.
+    """Computes `min(w · (i + 1), max(least, round(w · (density · (i + 1/2) + 1/2))))`, exactly.
 
-    `density` is the decimal that it prints as. Of two integers as near, the even one counts.
+    `density` is the decimal that it prints as. A tie rounds to the even integer.
     """
     share, half = Fraction(repr(density)), Fraction(1, 2)
     wanted = [round(width * (share * (int(i) + half) + half)) for i in row]
     return np.minimum(width * (row + 1), np.maximum(wanted, least))
 
 
-# The rule as printed.
+# The algorithm as printed.
 
 
 def paper_layer(
@@ -209,9 +209,9 @@ def paper_layer(
         W_k = A_k^exponent, element by element
         R_0 = W_0,   R_k = R_{k-1} W_k                                (equation 1)
 
-    Row `i` keeps `max(sink_blocks + local_blocks, ceil(density · (i + 1)))` blocks: the first and
-    the last ones always, then the best by `R_k[i]`, or by `A[i]` where that is zero. In decode only
-    the last row selects; the rows before it are those of the prompt.
+    Row `i` keeps `max(sink_blocks + local_blocks, ceil(density · (i + 1)))` blocks: always the
+    first and the last ones, then the best by `R_k[i]`, or by `A[i]` if that row is zero. In decode
+    only the last row selects; the rows before it come from the prompt.
     """
     scores = block_scores(query, key, block_size, sketch_dim, seed, is_token=is_token)
     walk = walk_step(walk, scores, exponent)
@@ -231,10 +231,10 @@ def block_scores(
     *,
     is_token: bool = False,
 ) -> Float[Array, "J J"]:
-    """`A[i, j] = (q̄_i Ω) · (k̄_j Ω) / sqrt(H)` for `j <= i`, else 0 (Algorithm 1, steps 1 to 5).
+    """Computes `A[i, j] = (q̄_i Ω) · (k̄_j Ω) / sqrt(H)` for `j <= i`, else 0 (steps 1 to 5).
 
     `q̄_i` and `k̄_j` are means over heads and over the tokens of a block. In decode the last token's
-    query stands in the place of its block's mean (Algorithm 2, step 3).
+    query replaces its block's mean (Algorithm 2, step 3).
     """
     starts = np.arange(0, len(query), block_size)
     sizes = np.minimum(len(query) - starts, block_size).astype(np.float32)[:, None]
@@ -248,10 +248,10 @@ def block_scores(
 
 
 def srht_matrix(head_dim: int, sketch_dim: int | None, seed: int) -> Float[np.ndarray, "H R"]:
-    """`Ω`, the subsampled randomised Hadamard transform: `E[(uΩ)(vΩ)ᵀ] = uvᵀ` (section 2.2).
+    """Makes `Ω`, a subsampled randomised Hadamard transform: `E[(uΩ)(vΩ)ᵀ] = uvᵀ` (section 2.2).
 
-    `sqrt(H'/R) · diag(signs) · Hadamard(H')/sqrt(H') · select(R columns)`, where `H'` is the least
-    power of two not below `H`; the identity if `R` is `None` or not below `H'`.
+    `sqrt(H'/R) · diag(signs) · Hadamard(H')/sqrt(H') · select(R columns)`, where `H'` is the
+    smallest power of two not below `H`; the identity if `R` is `None` or not below `H'`.
     """
     padded = 1 << (head_dim - 1).bit_length()
     if sketch_dim is None or sketch_dim >= padded:
@@ -266,10 +266,10 @@ def srht_matrix(head_dim: int, sketch_dim: int | None, seed: int) -> Float[np.nd
 def walk_step(
     walk: Float[Array, "J J"] | None, scores: Float[Array, "J J"], exponent: int = 8
 ) -> Float[Array, "J J"]:
-    """`R_k` of `R_{k-1}` and `A_k`, with rows whose largest entry is 1.
+    """Computes `R_k` from `R_{k-1}` and `A_k`, with rows scaled to a largest entry of 1.
 
-    Neither a factor of `W_k` nor one of a row of `R_k` changes a selection, and without them the
-    powers would leave float32. A score that is not finite counts as 0.
+    Scaling `W_k` or a row of `R_k` changes no selection, but without it the powers would exceed
+    float32. Scores that are not finite count as 0.
     """
     weights = jnp.where(jnp.isfinite(scores), scores, 0.0)
     weights = _largest_to_one(weights, axis=None) ** exponent
@@ -278,12 +278,12 @@ def walk_step(
 
 
 def block_budget(num_rows: int, density: float, least: int) -> Int[np.ndarray, "J"]:
-    """`min(i + 1, max(least, ceil(density · (i + 1))))`, exactly, as in `page_budget`."""
+    """Computes `min(i + 1, max(least, ceil(density · (i + 1))))`, exactly, as `page_budget`."""
     share = Fraction(repr(density))
     return np.array([min(n, max(least, math.ceil(share * n))) for n in range(1, num_rows + 1)])
 
 
-# Both rules.
+# Both algorithms.
 
 
 def select_pages(
@@ -293,10 +293,10 @@ def select_pages(
     sink: int,
     local: int,
 ) -> Bool[Array, "I P"]:
-    """Which pages each row keeps: `budget` of those up to its `last` one.
+    """Selects `budget` pages for each row, among the pages up to its `last` one.
 
     The first `sink` pages and the `local` ones up to `last` come first, then those with the largest
-    entries of `walk`, of equal ones the lower page. Entries that are not finite come last.
+    entries of `walk`; ties go to the lower page. Entries that are not finite come last.
     """
     page, last = np.arange(walk.shape[1])[None], last[:, None]
     rank = jnp.where(jnp.isfinite(walk), -walk, jnp.inf)
@@ -315,7 +315,7 @@ def attend(
 ) -> Float[Array, "Q N H"]:
     """`softmax(q · k_s / sqrt(H)) v_s` per head, over the kept keys `s` up to the query's token.
 
-    The queries are those of the last `Q` tokens, `block_size` of them for each row of `kept`.
+    The queries belong to the last `Q` tokens, `block_size` of them to each row of `kept`.
     """
     num_queries, num_heads, head_dim = query.shape
     place, token = np.arange(num_queries), np.arange(len(key))
@@ -329,13 +329,13 @@ def attend(
 
 
 def _blocks(x: Float[Array, "T *axes"], size: int, fill: float) -> Float[Array, "J S *axes"]:
-    """Blocks of tokens, the last one filled up."""
+    """Splits tokens into blocks, and pads the last one."""
     padding = ((0, -len(x) % size),) + ((0, 0),) * (x.ndim - 1)
     return jnp.pad(x, padding, constant_values=fill).reshape(-1, size, *x.shape[1:])
 
 
 def _power_of_two_above(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """The least power of two that is not below a positive number."""
+    """Returns the smallest power of two that is not below a positive number."""
     mantissa, exponent = jnp.frexp(x)  # mantissa from 0.5 on
     return jnp.ldexp(jnp.ones_like(x), jnp.where(mantissa == 0.5, exponent - 1, exponent))
 

@@ -1,4 +1,4 @@
-"""Attention for Flax's own multi-head layers: an `attention_fn`, and modules that carry the walk.
+"""Attention for Flax's multi-head layers: an `attention_fn`, and modules that carry the walk.
 
 `make_attention_fn` returns a function without state, for nnx and Linen. The walk goes from layer to
 layer, so all layers of a model share one `WalkAttention` (nnx) or one `LinenWalkAttention`. To add
@@ -11,7 +11,7 @@ it to an existing nnx model, give it to the model's layers:
     model.walk = walk  # and model.walk.reset(batch, num_tokens) before each forward pass
 
 `WalkSelfAttention` and `LinenWalkSelfAttention` are whole layers for your own model. They take the
-walk and return it. If you pass a cache, they also decode. If layers share nothing, as under
+walk and return it. With a cache, they also decode. If layers share no state, as under
 `jax.lax.scan` or `nnx.scan`, carry the walk yourself; it is the same walk:
 
     def layer_step(carry, weights):
@@ -24,11 +24,11 @@ walk and return it. If you pass a cache, they also decode. If layers share nothi
     (x, _), _ = jax.lax.scan(layer_step, (x, walk), weights_of_sparse_layers)
 
 An `attention_fn` selects blocks in causal self-attention over whole sequences, which may be padded
-on the right. The mask of a layer may say exactly that. Any other mask raises a ValueError, or gives
-NaN under `jit`, where the values of the mask are unknown. Other options that are not supported
-(bias, attention dropout, sown weights, cross-attention, `decode=True`) raise a NotImplementedError.
-The outputs of padding are meaningless. Everything is differentiable in reverse mode, with the
-selected blocks as constants.
+on the right. The mask of a layer may express that. Any other mask raises a ValueError, or gives
+NaN under `jit`, where the mask's values are unknown. Other options that are not supported (bias,
+attention dropout, sown weights, cross-attention, `decode=True`) raise a NotImplementedError. The
+outputs of padding are meaningless. Everything is differentiable in reverse mode, with the selected
+blocks as constants.
 """
 
 import dataclasses
@@ -70,11 +70,11 @@ __all__ = [
     "make_attention_fn",
 ]
 
-# What a layer asks of its `attention_fn`: causal self-attention, or refused.
+# Calls that a layer makes to its `attention_fn`: causal self-attention, or refused.
 
 
 def _check_policy(policy: Policy) -> None:
-    """Raises for policies other than Sketch-and-Walk."""
+    """Raises unless the policy is a Sketch-and-Walk policy."""
     if not isinstance(policy, SketchWalkConfig | RecommendedConfig | ReleasedConfig):
         raise NotImplementedError(
             f"policy must be a SketchWalkConfig to select blocks in Flax's layers, got {policy!r}; "
@@ -84,10 +84,10 @@ def _check_policy(policy: Policy) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a layer asks of its `attention_fn`: the arguments of nnx's and Linen's attention.
+    """A layer's call to its `attention_fn`: the arguments of nnx's and Linen's attention.
 
-    Without dropout, its settings have no effect on block-sparse attention. Nor have `precision` and
-    `force_fp32_for_softmax`: float32 products are exact, and the softmax is always float32.
+    Some settings have no effect on block-sparse attention: the dropout settings while dropout is
+    off, `precision` and `force_fp32_for_softmax` (products and softmax are always float32).
     """
 
     query: Float[Array, "*batch T N H"]
@@ -111,10 +111,10 @@ class Asked:
     def of(
         cls, *arguments: Any, is_causal: bool = False, is_always_causal: bool, **options: Any
     ) -> "Asked":
-        """Reads the arguments of a call. Options that are not known may be `None`.
+        """Reads the arguments of a call. Unknown options must be `None`.
 
         Raises:
-          NotImplementedError: For other options.
+          NotImplementedError: If an unknown option is not `None`.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         known = {name: x for name, x in options.items() if name in names}
@@ -125,19 +125,19 @@ class Asked:
                 f"dot_product_attention, got {unknown}; apply rotary embedding before attention"
             )
         asked = cls(*arguments, **known)
-        # A token after a cache sees all of it; a causal mask from key 0 on would leave it that key.
+        # A token after a cache sees all of it; a causal mask from key 0 on would leave one key.
         is_decoded = asked.query.shape[-3] == 1 < asked.key.shape[-3]
         is_causal = is_causal or (is_always_causal and not is_decoded)
         return dataclasses.replace(asked, is_causal=is_causal)
 
     def dense(self) -> Float[Array, "*batch T N H"]:
-        """Flax's own attention. nnx and Linen round differently, so each uses its own."""
+        """Runs Flax's own attention. nnx and Linen round differently, so each uses its own."""
         options = dict(vars(self))
         is_causal = options.pop("is_causal")
         einsums = "qk_attn_weights_einsum", "attn_weights_value_einsum"
         of_linen = {name: options.pop(name) for name in ("force_fp32_for_softmax", *einsums)}
         mask = None if self.mask is None else self.mask.astype(bool)
-        if self.force_fp32_for_softmax is None:  # Linen's layers, and they alone, say True or False
+        if self.force_fp32_for_softmax is None:  # only Linen's layers give True or False
             return nnx.dot_product_attention(**options | {"mask": mask}, is_causal=is_causal)
         if is_causal:
             causal = jnp.tril(jnp.ones((self.query.shape[-3], self.key.shape[-3]), bool))
@@ -146,7 +146,7 @@ class Asked:
         return nn.dot_product_attention(**options | {"mask": mask}, **of_linen)
 
     def refuse_unsupported(self) -> None:
-        """Raises a NotImplementedError for what block-sparse attention would have to ignore."""
+        """Raises a NotImplementedError for options that block-sparse attention would ignore."""
         instead = "make_attention_fn() without a policy is dense and takes everything"
         if self.bias is not None:
             raise NotImplementedError(f"bias must be None for sparse attention; {instead}")
@@ -175,9 +175,9 @@ class Asked:
 
 
 def _named_as_asked[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator: the signature of an `attention_fn` or of a module's call names every option.
+    """Decorator that names every option in the signature of an `attention_fn` or a module's call.
 
-    Linen's layers leave out, without a word, what is not named there.
+    Linen's layers silently drop options that the signature does not name.
     """
     own = inspect.signature(function)
     first = [one for one in own.parameters.values() if one.name == "self"]
@@ -189,10 +189,10 @@ def _named_as_asked[Function: Callable[..., Any]](function: Function) -> Functio
 def lengths_of_mask(
     mask: Array, *, is_causal: bool, batch_shape: tuple[int, ...], num_tokens: int
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-    """Whether a mask is causal with right padding, and the lengths of the sequences then.
+    """Finds the lengths of a causal mask with right padding, and whether it is such a mask.
 
-    Sequence `b` has length `n` if query `i < n` sees exactly the keys `j <= i`. What the queries of
-    padding see does not matter.
+    Sequence `b` has length `n` if query `i < n` sees exactly the keys `j <= i`. The mask of padding
+    queries is ignored.
 
     Args:
       mask: Non-zero where a query may attend, broadcastable to `[*batch, N, T, T]`.
@@ -239,10 +239,10 @@ class SelfAttention:
 
     @classmethod
     def of_call(cls, asked: Asked) -> "SelfAttention":
-        """Reads what a layer asks for.
+        """Reads a layer's call.
 
         Raises:
-          NotImplementedError: For arguments that would have to be ignored.
+          NotImplementedError: If an argument would have to be ignored.
           ValueError: If the values of the mask are known and are not causal with right padding.
         """
         asked.refuse_unsupported()
@@ -269,13 +269,13 @@ class SelfAttention:
         return cls(query, key, value, lengths, fits, batch_shape)
 
     def finish(self, out: Float[Array, "B T N H"]) -> Float[Array, "*batch T N H"]:
-        """Restores the batch axes. Gives NaN if a mask unknown before the run did not fit."""
+        """Restores the batch axes. Gives NaN if a mask unknown at tracing did not fit."""
         if self.fits is not None:
             out = jnp.where(self.fits[:, None, None, None], out, jnp.nan)
         return out.reshape(*self.batch_shape, *out.shape[1:])
 
 
-# One layer, without a state.
+# Attention of one layer, without state.
 
 
 def make_attention_fn(
@@ -289,16 +289,16 @@ def make_attention_fn(
 
     Without a policy (or with `Dense()`) it is Flax's own attention, bit for bit, with all of its
     options. With a policy, every layer selects by its own block scores, because a function has no
-    state: the walk has one layer only (`R_0 = W_0`), and `policy.dense_layers` has no effect. For a
+    state: the walk has only one layer (`R_0 = W_0`), and `policy.dense_layers` has no effect. For a
     walk over layers, use `WalkAttention` or `LinenWalkAttention`.
 
     Args:
-      policy: Which key blocks each query attends to: a preset of `SketchWalkConfig`, such as
+      policy: The policy that chooses each query's key blocks: a preset of `SketchWalkConfig`, as
         `SketchWalkConfig.recommended(density=0.2)`, or `None` for dense attention.
-      is_causal: Whether attention is causal even if the layer does not say so. Linen's layers can
-        say so only by a mask. In a layer's own decode (`decode=True`, dense only), the token sees
-        the whole cache, as the layer's mask says.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      is_causal: Whether attention is causal even if the layer does not request it. Linen's layers
+        can request it only by a mask. In a layer's own decode (`decode=True`, dense only), the
+        token sees the whole cache, as the layer's mask allows.
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 
@@ -340,7 +340,7 @@ def make_attention_fn(
     return attention_fn
 
 
-# Layers that share a walk.
+# Modules whose layers share a walk.
 
 
 def _walk_layer(
@@ -351,7 +351,7 @@ def _walk_layer(
     *,
     remedy: str,
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "B I J"]]:
-    """One layer of the model, dense if `policy.dense_layers` says so."""
+    """Runs one layer of the model, dense if `policy.dense_layers` includes it."""
     policy, kernel_config = module.policy, module.kernel_config
     batch, num_tokens = call.query.shape[:2]
     fresh = jax.eval_shape(lambda: init_walk(batch, num_tokens, policy=policy, like=()))
@@ -392,7 +392,7 @@ def _walk_layer(
 
 
 def _dense_layers(policy: Policy) -> int | tuple[int, ...]:
-    """How many leading layers are dense, or which: some plans make layers dense too."""
+    """Number of leading dense layers, or their indices; a plan may make layers dense too."""
     if not isinstance(policy, RecommendedConfig) or policy.num_layers is None:
         return policy.dense_layers
     return tuple(i for i in range(policy.num_layers) if policy.is_dense(i))
@@ -401,7 +401,7 @@ def _dense_layers(policy: Policy) -> int | tuple[int, ...]:
 def _place(
     layer: Int[Array, ""], dense_layers: int | tuple[int, ...]
 ) -> tuple[Bool[Array, ""], Int[Array, ""]]:
-    """Whether a layer is dense, and if not, how many sparse layers come before it."""
+    """Whether a layer is dense; if not, also the number of sparse layers before it."""
     if not isinstance(dense_layers, tuple):
         return layer < dense_layers, layer - dense_layers
     indices = jnp.array(dense_layers, jnp.int32)
@@ -413,26 +413,26 @@ class Walk(nnx.Variable):
 
 
 class WalkAttention(nnx.Module, pytree=False):
-    """Sketch-and-Walk for the layers of an nnx model, which share this one module.
+    """Sketch-and-Walk for the layers of an nnx model, which share this module.
 
     Call `reset` at the start of every forward pass. Then let each layer call this module as its
-    `attention_fn`. The calls that `policy.dense_layers` names (the first ones, or those with the
-    given indices) are dense. The others walk, `R_k = R_{k-1} W_k`.
+    `attention_fn`. The calls in `policy.dense_layers` (the first ones, or the given indices) are
+    dense. The others walk, `R_k = R_{k-1} W_k`.
 
     Transform the model with `nnx.jit`, or with `nnx.split` and `nnx.merge` around `jax.jit`. A
     plain `jax.jit` of the model raises a TypeError, because it would give every layer its own walk.
 
     Attributes:
-      policy: Which key blocks each query attends to: a preset of `SketchWalkConfig`, such as
+      policy: The policy that chooses each query's key blocks: a preset of `SketchWalkConfig`, as
         `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`. With
         a plan, or with `num_layers`, the recommended policy treats each layer differently;
         otherwise all layers have the same density.
-      is_causal: Whether attention is causal even if a layer does not say so.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      is_causal: Whether attention is causal even if a layer does not request it.
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
-      scores: Rows of `R_k`, float32 `[B, I, J]`: for each block of queries, what each block or page
-        of keys has.
+      scores: Rows of `R_k`, float32 `[B, I, J]`: a score for each block of queries and each block
+        or page of keys.
       layer: Number of calls since `reset`, int32 scalar.
 
     Example:
@@ -459,7 +459,7 @@ class WalkAttention(nnx.Module, pytree=False):
         implementation: str | None = None,
         kernel_config: KernelConfig | None = None,
     ) -> None:
-        """Has no walk before the first `reset`. The arguments are described as attributes."""
+        """Makes a module without a walk; call `reset`. Arguments are described as attributes."""
         policy = SketchWalkConfig.recommended() if policy is None else policy
         _check_policy(policy)
         self.policy, self.is_causal = policy, is_causal
@@ -472,14 +472,14 @@ class WalkAttention(nnx.Module, pytree=False):
 
         Args:
           batch: Number of sequences `B`; the product of the batch axes if there are several.
-          num_tokens: Number of tokens `T` of each.
+          num_tokens: Number of tokens `T` of each sequence.
         """
         self.scores.set_value(init_walk(batch, num_tokens, policy=self.policy, like=()).scores)
         self.layer.set_value(jnp.zeros((), jnp.int32))
 
     @_named_as_asked
     def __call__(self, *arguments: Any, **options: Any) -> Float[Array, "*batch T N H"]:
-        """Attention of the next layer, with the signature of Flax's `attention_fn`."""
+        """Runs attention of the next layer, with the signature of Flax's `attention_fn`."""
         asked = Asked.of(*arguments, is_always_causal=self.is_causal, **options)
         layer = self.layer.get_value()
         out, scores = _walk_layer(
@@ -495,23 +495,23 @@ class WalkAttention(nnx.Module, pytree=False):
 
 
 class LinenWalkAttention(nn.Module):
-    """Sketch-and-Walk for the layers of a Linen model, which share this one module.
+    """Sketch-and-Walk for the layers of a Linen model, which share this module.
 
-    Each layer calls it as its `attention_fn`. The calls that `policy.dense_layers` names (the first
-    ones, or those with the given indices) are dense. The others walk, `R_k = R_{k-1} W_k`.
+    Each layer calls it as its `attention_fn`. The calls in `policy.dense_layers` (the first ones,
+    or the given indices) are dense. The others walk, `R_k = R_{k-1} W_k`.
 
     The walk is the collection `"walk"`, so `apply` needs `mutable=["walk"]`. An `apply` without
-    that collection in its variables starts a new walk; with it, the walk continues. `init` makes no
-    walk, and computes every layer as if it were the first.
+    that collection in its variables starts a new walk; with it, the walk continues. `init` returns
+    no walk, and computes every layer as if it were the first.
 
     Attributes:
-      policy: Which key blocks each query attends to: a preset of `SketchWalkConfig`, such as
+      policy: The policy that chooses each query's key blocks: a preset of `SketchWalkConfig`, as
         `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`. With
         a plan, or with `num_layers`, the recommended policy treats each layer differently;
         otherwise all layers have the same density.
-      is_causal: Whether attention is causal even if a layer does not say so. Linen's layers can say
-        so only by a mask.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      is_causal: Whether attention is causal even if a layer does not request it. Linen's layers can
+        request it only by a mask.
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 
@@ -538,13 +538,13 @@ class LinenWalkAttention(nn.Module):
     @nn.compact
     @_named_as_asked
     def __call__(self, *arguments: Any, **options: Any) -> Float[Array, "*batch T N H"]:
-        """Attention of the next layer, with the signature of Flax's `attention_fn`."""
+        """Runs attention of the next layer, with the signature of Flax's `attention_fn`."""
         _check_policy(self.policy)
         asked = Asked.of(*arguments, is_always_causal=self.is_causal, **options)
         call = SelfAttention.of_call(asked)
         remedy = "leave the collection 'walk' of another batch out of the variables"
         fresh = init_walk(*call.query.shape[:2], policy=self.policy, like=())
-        if self.is_initializing():  # a walk that `init` returned would be taken for this one's
+        if self.is_initializing():  # `apply` would continue a walk from `init`
             return _walk_layer(self, call, fresh.scores, fresh.layers, remedy=remedy)[0]
         if not self.is_mutable_collection("walk"):
             raise ValueError("apply must be given mutable=['walk']: the layers share that state")
@@ -555,7 +555,7 @@ class LinenWalkAttention(nn.Module):
         return out
 
 
-# Layers that take the walk and return it.
+# Layers that take and return the walk.
 
 Rotate = Callable[[Float[Array, "B T Heads H"], Int[Array, "B T"]], Float[Array, "B T Heads H"]]
 
@@ -569,7 +569,7 @@ def _attend(
     cache: LayerCache | None,
     lengths: Int[Array, "B"] | None,
 ) -> tuple[Array, tuple[Any, ...]]:
-    """The output of one layer, and what it returns with it: `(walk,)` or `(cache, walk)`."""
+    """Returns the output of one layer and its new state: `(walk,)` or `(cache, walk)`."""
     if module.rotate is not None:
         positions = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :]
         first = jnp.zeros((query.shape[0],), jnp.int32) if cache is None else cache.lengths
@@ -590,13 +590,13 @@ def _attend(
 class WalkSelfAttention(nnx.Module):
     """Causal self-attention over the blocks that the walk selects, as an nnx layer.
 
-    The layer takes the walk and returns it, so layers can be scanned. It does the same with a
-    cache, if you pass one. Every such layer is sparse; for a dense layer use
+    The layer takes and returns the walk, so layers can be scanned. It takes and returns a cache as
+    well, if you pass one. Every such layer is sparse; for a dense layer use
     `nnx.MultiHeadAttention`.
 
     Attributes:
       query: Projection to `[N, H]`; `key` and `value` are projections to `[K, H]`.
-      out: Projection back.
+      out: Projection from the heads back to the features.
 
     Example:
       >>> layer = WalkSelfAttention(4, 32, rngs=nnx.Rngs(0))
@@ -631,15 +631,15 @@ class WalkSelfAttention(nnx.Module):
           in_features: Number of features of the input and of the output.
           num_kv_heads: Number of key/value heads `K`. Default: as many as query heads.
           head_dim: Size of a head. Default: `in_features / num_heads`.
-          policy: Which key blocks each query attends to, such as
+          policy: The policy that chooses the key blocks of each query, such as
             `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
           rotate: A function `(x, positions) -> x` that is applied to queries and keys, such as
             rotary embedding.
           use_bias: Whether projections have a bias.
           dtype: Type of the computation. Default: promoted from input and parameters.
           param_dtype: Type of the parameters.
-          implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
-            GPUs), or `None` to choose by device and shape.
+          implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for
+            NVIDIA GPUs), or `None` to choose by device and shape.
           kernel_config: Tile sizes of the implementation.
           rngs: Random streams.
         """
@@ -660,7 +660,7 @@ class WalkSelfAttention(nnx.Module):
         self.out = nnx.LinearGeneral(queries, in_features, axis=(-2, -1), **options)
 
     def init_cache(self, batch: int, max_tokens: int) -> LayerCache:
-        """An empty cache for this layer.
+        """Makes an empty cache for this layer.
 
         Args:
           batch: Number of sequences.
@@ -684,7 +684,7 @@ class WalkSelfAttention(nnx.Module):
         cache: LayerCache | None = None,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Any, ...]:
-        """Applies the layer. With a cache, `x` are the tokens after those in the cache.
+        """Applies the layer. With a cache, `x` has the tokens after those in the cache.
 
         Args:
           x: The input.
@@ -698,7 +698,7 @@ class WalkSelfAttention(nnx.Module):
         projected = self.query(x), self.key(x), self.value(x)
         out, rest = _attend(self, *projected, walk, cache, lengths)
         options: dict[str, Any] = {}
-        if explicit_axes(out):  # the sum over heads that are spread has no place unless one is said
+        if explicit_axes(out):  # a sum over spread heads needs a sharding
             mesh, spec = jax.typeof(out).sharding.mesh, jax.typeof(out).sharding.spec
             options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*tuple(spec)[:2]))
         return self.out(out, **options), *rest
@@ -711,14 +711,14 @@ class LinenWalkSelfAttention(nn.Module):
       num_heads: Number of query heads `N`.
       num_kv_heads: Number of key/value heads `K`. Default: as many as query heads.
       head_dim: Size of a head. Default: the features of the input divided by `num_heads`.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
       rotate: A function `(x, positions) -> x` that is applied to queries and keys, such as rotary
         embedding.
       use_bias: Whether projections have a bias.
       dtype: Type of the computation. Default: promoted from input and parameters.
       param_dtype: Type of the parameters.
-      implementation: What computes attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
+      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
         GPUs), or `None` to choose by device and shape.
       kernel_config: Tile sizes of the implementation.
 
@@ -751,7 +751,7 @@ class LinenWalkSelfAttention(nn.Module):
         cache: LayerCache | None = None,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Any, ...]:
-        """Applies the layer, as `WalkSelfAttention` does. `init_layer_cache` makes its cache."""
+        """Applies the layer, like `WalkSelfAttention`. `init_layer_cache` makes its cache."""
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         check_heads(self.num_heads, num_kv_heads)
         head_dim = x.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
