@@ -1,10 +1,10 @@
-"""Policies that a model sets: a knob to a density, and the thresholds of Adamas.
+"""Calibration of policies to a model: thresholds for a density, and Adamas's code thresholds.
 
-MInference and FlexPrefill keep what the model and the prompt make them keep; a field of theirs, the
-*knob*, makes it more or less. `calibrate` finds the knob for a density by bisection on prompts, and
-`set_density` does so on plain English. Adamas's published thresholds are absolute numbers, and keys
-of another model may lie on another scale: where none reaches the outer thresholds, half of every
-code goes unused. `fit_thresholds` takes the quartiles of the model's own keys.
+The share that MInference and FlexPrefill keep depends on the model and the prompt; one of their
+fields, the threshold or *knob*, changes it. `calibrate` finds the threshold for a density by
+bisection on prompts; `set_density` does so on plain English. Adamas's published thresholds are
+absolute numbers, but another model's keys may have another scale: if no key reaches the outer
+thresholds, half of the codes are unused. `fit_thresholds` takes the quartiles of the model's keys.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ from sketchwalk_jax.validation import check_choice, check_number
 PyTree = Any
 
 _KEYS_OF_A_PROMPT = 1024
-_LEAST_TOKENS = 128  # of a prompt that a density is set on
+_LEAST_TOKENS = 128  # minimum tokens of a prompt for setting a density
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` found.
+    """The result of `calibrate`.
 
     Attributes:
-      policy: The policy with its knob set.
-      density: Measured with it on the calibration prompts, in the layers that were to count.
-      tried: Values of the knob and the densities that they gave, in the order tried.
+      policy: The policy with its threshold set.
+      density: Density measured with it on the calibration prompts, over the requested layers.
+      tried: Pairs of a threshold and its measured density, in the order tried.
     """
 
     policy: PrefillPolicy
@@ -53,12 +53,12 @@ class Calibration:
 
     @property
     def least(self) -> float:
-        """The least density of those tried."""
+        """The smallest density of those tried."""
         return min(density for _, density in self.tried)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The knob, and the other fields of the policy that are not at their defaults."""
+        """The threshold, and the policy's other fields that differ from the defaults."""
         return {self.policy.knob: self.policy.knob_value} | changed_fields(self.policy)
 
 
@@ -75,31 +75,31 @@ def calibrate(
     batch: int | None = None,
     over: str = "sparse_layers",
 ) -> Calibration:
-    """Finds the value of a policy's knob that gives a density.
+    """Finds the threshold (`knob`) of a policy that gives a density.
 
-    The density is the attended over all causal pairs of the prompts, mean over the layers in which
-    the policy selects, as measured while it reads them. Where the least value of the knob keeps
-    too much, the policy's floors are lowered (`relaxed`); where that does not help either, the
-    least density is taken, with a warning. One compiled program serves all values.
+    The density is attended pairs over causal pairs of the prompts, a mean over the layers in which
+    the policy selects, measured while it reads the prompts. If the smallest threshold keeps too
+    much, the policy's floor is lowered (`relaxed`). If that is not enough, the smallest density is
+    taken, with a warning. One compiled program serves all values.
 
     Args:
       params: Parameter tree.
-      tokens: Prompts, right-padded, of about the length that the policy is to be used at: the
-        density of one setting depends on it. They should not be prompts that are scored.
-      lengths: Tokens of each prompt; all `T` by default.
+      tokens: Prompts, right-padded, of about the length that the policy will be used at, because
+        the density depends on it. Do not use prompts that are evaluated.
+      lengths: Number of tokens of each prompt. Default: all `T`.
       policy: The policy, such as `MInferenceConfig()`.
       model_config: The model.
       density: The density to reach, in (0, 1].
-      tolerance: How far from it is near enough, as a share of it.
-      max_steps: Most values to try; the best is taken.
-      batch: Prompts at a time; all by default.
-      over: Layers whose mean density counts: `"sparse_layers"` or `"all_layers"`.
+      tolerance: Relative deviation of the density that is accepted.
+      max_steps: Maximum number of values to try; the best is taken.
+      batch: Prompts at a time. Default: all.
+      over: Layers whose mean density is set: `"sparse_layers"` or `"all_layers"`.
 
     Returns:
-      The policy with its knob set, and what it gave.
+      The policy with its threshold set, and the measured densities.
 
     Raises:
-      ValueError: If the policy has no knob, or the density is out of range.
+      ValueError: If the policy has no threshold, or the density is out of range.
 
     Example:
       >>> found = calibrate(params, tokens, policy=MInferenceConfig(),
@@ -147,7 +147,7 @@ def calibrate(
 def _bisect(
     measure: Any, policy: PrefillPolicy, density: float, tolerance: float, max_steps: int
 ) -> Calibration:
-    """The value nearest to the density, from the policy's own one on."""
+    """Finds the value nearest to the density, starting from the policy's own."""
     low, high = policy.knob_range
     value, tried = policy.knob_value, list[tuple[float, float]]()
     while len(tried) < max_steps:
@@ -161,7 +161,7 @@ def _bisect(
             low = value
         if value == policy.knob_range[0] and measured > density:
             break
-        # What is above from the start may be so at the least value too.
+        # If the first value keeps too much, try the smallest next: it may keep too much too.
         value = low if len(tried) == 1 and measured > density else 0.5 * (low + high)
     value, measured = min(tried, key=lambda one: abs(one[1] - density))
     return Calibration(policy.with_knob(value), measured, tuple(tried))
@@ -178,10 +178,10 @@ def _measure(
     layers: Sequence[int],
     batch: int,
 ) -> float:
-    """The measured density at one value of knob and floor, in some layers."""
+    """Measures the density in some layers with one threshold and floor."""
     attended, causal, count = 0.0, 0.0, tokens.shape[0]
     for start in range(0, count, batch):
-        # The last batch repeats the last prompt, which is counted once.
+        # The last batch is filled up with the last prompt, which is counted once.
         rows = np.minimum(np.arange(start, start + batch), count - 1)
         found = program(
             params,
@@ -198,7 +198,7 @@ def _measure(
 
 
 def unset(policy: PrefillPolicy) -> PrefillPolicy:
-    """The policy whatever its knob and its floor say: one program serves all of their values."""
+    """Resets threshold and floor, so that one program serves all of their values."""
     least = {} if policy.floor is None else {policy.floor: 1}
     return dataclasses.replace(policy.with_knob(policy.knob_range[0]), **least)
 
@@ -214,19 +214,19 @@ def prefill_density(
     policy: PrefillPolicy,
     model_config: ModelConfig,
 ) -> Density:
-    """Reads prompts with knob and floor at values that are not known when it is compiled.
+    """Reads prompts with a threshold and a floor that are unknown at compile time.
 
     Args:
       params: Parameter tree.
       tokens: Prompts, right-padded.
-      lengths: Tokens of each.
-      value: The knob.
-      floor: The floor; of no effect where the policy has none.
-      policy: The policy, `unset`.
+      lengths: Number of tokens of each prompt.
+      value: The threshold.
+      floor: The floor; ignored if the policy has none.
+      policy: The policy, from `unset`.
       model_config: The model.
 
     Returns:
-      The pairs that were attended to.
+      The counts of attended pairs.
     """
     settings = Settings(
         model_config=model_config,
@@ -245,19 +245,19 @@ def set_density(
     density: float,
     num_tokens: int,
 ) -> Calibration:
-    """Sets a policy's knob to a density, on plain English of about the length of prompts to come.
+    """Sets a policy's threshold for a density, on plain English of about the prompts' length.
 
     Args:
       policy: The policy.
       params: Parameter tree.
       model_config: The model.
       tokenizer: A tokenizer of transformers.
-      density: As in `calibrate`.
-      num_tokens: Tokens of a prompt, of which at least 128 and at most the model's context are
-        taken.
+      density: The density to reach, as in `calibrate`.
+      num_tokens: Number of tokens of a prompt, clamped to at least 128 and at most the model's
+        context.
 
     Returns:
-      What `calibrate` found.
+      The result of `calibrate`.
     """
     num_tokens = min(max(num_tokens, _LEAST_TOKENS), model_config.context_length)
     rng = prompt_rng("text_loss", num_tokens, HELD_OUT)
@@ -279,18 +279,18 @@ def fit_thresholds(
     policy: AdamasConfig,
     model_config: ModelConfig,
 ) -> AdamasConfig:
-    """Sets the thresholds to the quartiles of a model's own keys, to four decimals.
+    """Sets the thresholds to the quartiles of a model's keys, to four decimals.
 
     Args:
       params: Parameter tree.
-      tokens: Prompts, right-padded, read densely and at once. They should not be prompts that are
-        scored.
-      lengths: Tokens of each prompt; all `T` by default.
-      policy: The policy. Keys of its dense layers do not count.
+      tokens: Prompts, right-padded, read densely and at once. Do not use prompts that are
+        evaluated.
+      lengths: Number of tokens of each prompt. Default: all `T`.
+      policy: The policy. Keys of its dense layers are ignored.
       model_config: The model.
 
     Returns:
-      The policy with new thresholds; as it is where no layer is sparse.
+      The policy with new thresholds; unchanged if no layer is sparse.
 
     Raises:
       ValueError: If the model's head_dim has no Hadamard transform.
@@ -306,7 +306,7 @@ def fit_thresholds(
         return policy
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
-    # Prompts of no tokens, of which ranks have as many each, have no keys.
+    # Pad with empty prompts, which have no keys, so that all ranks get equally many.
     more = whole_batch(len(tokens), placement_of(params, model_config)) - len(tokens)
     tokens, lengths = jnp.pad(tokens, ((0, more), (0, 0))), jnp.pad(lengths, (0, more))
     quartiles = quartiles_of_keys(
@@ -329,7 +329,7 @@ def quartiles_of_keys(
     layers: tuple[int, ...],
     model_config: ModelConfig,
 ) -> Float[Array, "3"]:
-    """Quartiles over some layers, heads, channels and tokens evenly spread."""
+    """Quartiles over keys of some layers, all heads and channels, and evenly spread tokens."""
     where, policy = placement_of(params, model_config), Dense()
     settings = Settings(model_config=model_config, policy=policy, placement=where)
     _, cache = read_into_new_cache(params, tokens, lengths, settings=settings)
