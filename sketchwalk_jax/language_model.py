@@ -41,13 +41,13 @@ from sketchwalk_jax.validation import check_integer, check_integers, check_texts
 PyTree = Any
 Message = Mapping[str, Any]
 KeyLike = int | Shaped[Array, "..."]
-"""A seed, or a key of `jax.random.key` or `jax.random.PRNGKey`."""
+"""A seed, or a key from `jax.random.key` or `jax.random.PRNGKey`."""
 
 MAX_BATCH = 8
-"""Most prompts that are read at a time, unless a batch size is given."""
+"""Maximum number of prompts per batch, unless a batch size is given."""
 
 LEAST_CONVERSATION = 2048
-"""Tokens that the cache of a conversation has room for at least, within the model's context."""
+"""Minimum capacity of a conversation's cache in tokens, within the model's context."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class Completion:
       finish_reason: `"eos"` if the text ended with an end token, else `"length"`.
       measured_density: Fraction of causal (query, key) pairs attended to, over all layers and both
         phases.
-      measured_density_prefill: The same over the prompt.
-      measured_density_decode: The same over the new tokens; NaN if there are none.
+      measured_density_prefill: The same fraction over the prompt.
+      measured_density_decode: The same fraction over the new tokens; NaN if there are none.
       is_finite: Whether all logits were finite. If they were not, the text is meaningless.
     """
 
@@ -80,21 +80,20 @@ class Completion:
 class LanguageModel:
     """A model with its tokenizer and a policy: strings in, strings out.
 
-    This class adds text to the pure functions and nothing else. It keeps no state between calls.
-    `params`, `model_config` and `policy` are arguments of `sketchwalk_jax.generate`. As in
-    `make_generate`, lengths are padded to a few sizes, so few programs are compiled; both share
-    them.
+    This class only adds text to the pure functions. It keeps no state between calls. `params`,
+    `model_config` and `policy` are arguments of `sketchwalk_jax.generate`. As in `make_generate`,
+    lengths are padded to a few sizes, so few programs are compiled; both share them.
 
     Attributes:
       params: Parameter tree.
       model_config: Configuration of the model.
       tokenizer: A tokenizer of transformers.
-      policy: Which key blocks each query attends to, such as
+      policy: The policy that chooses the key blocks of each query, such as
         `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. An `Auto` is resolved at each
         call.
-      phase: Where attention is sparse: `"both"`, `"prefill"` or `"decode"`.
+      phase: Phases with sparse attention: `"both"`, `"prefill"` or `"decode"`.
       chunk_size: Number of prompt tokens processed at a time. None processes all at once.
-      eos_token_ids: Tokens that end a text. Default: those of the model.
+      eos_token_ids: Tokens that end a text. Default: the model's end tokens.
 
     Example:
       >>> lm = LanguageModel.load("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -127,15 +126,15 @@ class LanguageModel:
         Args:
           source: A checkpoint directory, a GGUF file, or `"ORG/NAME"` on the Hugging Face hub, as
             in `sketchwalk_jax.load`.
-          policy: Which key blocks each query attends to, such as
+          policy: The policy that chooses the key blocks of each query, such as
             `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default:
-            `SketchWalkConfig.recommended()`, and an `Auto` of it on GPUs other than Hopper that the
-            package has no measurements of. A recommended policy gets the plan of the model, if
-            there is one.
+            `SketchWalkConfig.recommended()`, or an `Auto` of it on GPUs without measurements in the
+            package, other than Hopper. A recommended policy gets the plan of the model, if there is
+            one.
           density: Density of the policy, as in `with_policy`.
-          dtype: Dtype of the parameters. Default: float32 on CPUs, which compute slowly in narrower
-            types, and elsewhere the dtype of the checkpoint.
-          weights: `"float8"` or `"int8"` for quantised linear layers, as in `sketchwalk_jax.load`.
+          dtype: Dtype of the parameters. Default: float32 on CPUs, which compute slowly in smaller
+            types, and the dtype of the checkpoint on other devices.
+          weights: `"float8"` or `"int8"` to quantize linear layers, as in `sketchwalk_jax.load`.
           sharding: Where the parameters are placed, as in `sketchwalk_jax.load`.
           progress: Whether to show progress on standard error.
 
@@ -143,8 +142,8 @@ class LanguageModel:
           The model.
 
         Raises:
-          ValueError: As `sketchwalk_jax.load` and `load_tokenizer`; these can also raise other
-            errors.
+          ValueError: In the same cases as `sketchwalk_jax.load` and `load_tokenizer`, which can
+            also raise other errors.
 
         Example:
           >>> from sketchwalk_jax.models import bundled_model
@@ -173,22 +172,22 @@ class LanguageModel:
         density: float | None = None,
         num_tokens: int = LEAST_CONVERSATION,
     ) -> Self:
-        """The same model with another policy or density; the weights are shared.
+        """Returns the same model with another policy or density; both share the weights.
 
-        Changing the density recompiles, because it changes array shapes: the lists of blocks have
-        as many columns as a row may keep. Compiled programs are kept on disk, so a later sweep over
+        Changing the density recompiles, because it changes array shapes: the block indices have as
+        many columns as a row may keep. Compiled programs are kept on disk, so a later sweep over
         the same densities does not compile again.
 
         Args:
-          policy: Which key blocks each query attends to, such as
+          policy: The policy that chooses the key blocks of each query, such as
             `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. A recommended
             policy gets the plan of the model, if there is one.
           density: Fraction of its causal blocks that a query keeps, for every policy except
-            `Dense`. How much MInference and FlexPrefill keep depends on the model and the prompt;
-            they are calibrated to the density on plain English, as `sketchwalk generate --density`
-            does. Default: the density of the policy, and the published settings for MInference and
-            FlexPrefill.
-          num_tokens: Length of the prompts to come, in tokens, for that calibration.
+            `Dense`. The share that MInference and FlexPrefill keep depends on the model and the
+            prompt, so they are calibrated to the density on plain English, as in
+            `sketchwalk generate --density`. Default: the density of the policy, and the published
+            settings for MInference and FlexPrefill.
+          num_tokens: Expected length of the prompts in tokens, for that calibration.
 
         Raises:
           ValueError: If the policy has no density to set, or the density is out of range.
@@ -224,7 +223,7 @@ class LanguageModel:
         return dataclasses.replace(self, policy=with_plan(policy, self.model_config.plan))
 
     def __repr__(self) -> str:
-        """Which model, and how it attends, without printing arrays."""
+        """Describes the model and its policy, without printing arrays."""
         config = self.model_config
         model = f"{config.model_type}, {config.num_layers} layers"
         dtype = self.params["embed"]["embedding"].dtype
@@ -235,7 +234,7 @@ class LanguageModel:
         return f"LanguageModel({model}, {dtype}, context {config.context_length}, {policy})"
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]:
-        """The tokens of a prompt, with the beginning-of-sequence token if the model has one.
+        """Tokenizes a prompt, with the beginning-of-sequence token if the model has one.
 
         Raises:
           ValueError: If the text has no tokens.
@@ -279,14 +278,14 @@ class LanguageModel:
         """Continues one prompt or several.
 
         Several prompts are read in batches of similar length, so that there is little padding and
-        few programs are compiled. Each prompt gets the text that it would get alone. An `Auto`
+        few programs are compiled. Each prompt gets the same text as if it were alone. An `Auto`
         chooses once for all prompts, by the longest of them and the batch size.
 
         Args:
           prompts: One text, or a list of texts. Special tokens that are spelled out in a text are
             read as special tokens.
           max_new_tokens: Maximum number of tokens to generate for each prompt.
-          sampling: How tokens are drawn. Default: greedy.
+          sampling: Sampling settings. Default: greedy.
           key: Random key or seed. Without one, every call draws differently.
           batch_size: Maximum number of prompts in a batch. Default: 8, or fewer if the device has
             too little memory for their caches.
@@ -329,21 +328,21 @@ class LanguageModel:
         Args:
           prompts: Tokens of each prompt, for example from `encode` or `apply_chat_template`.
           max_new_tokens: Maximum number of tokens to generate for each prompt.
-          sampling: How tokens are drawn. Default: greedy.
-          key: Random key or seed. Default: a fresh one. Prompt `i` draws with `fold_in(key, i)`,
-            whatever batch it is in.
+          sampling: Sampling settings. Default: greedy.
+          key: Random key or seed. Default: a fresh one. Prompt `i` draws with `fold_in(key, i)`, in
+            any batch.
           batch_size: As in `generate`.
-          key_ids: Numbers to use for `i` instead, for prompts that are a part of a larger list.
-          is_answer: Whether the new text is an answer in a conversation, hence a text of its own.
-            By default it continues the prompt: the texts of prompt and new tokens join to the text
-            of all tokens. Both differ in the first space of sentencepiece tokenizers. One for all
-            prompts, or one for each.
+          key_ids: Numbers to use instead of `i`, for prompts that are a part of a larger list.
+          is_answer: Whether the new text is an answer in a conversation, so a separate text. By
+            default it continues the prompt: the texts of prompt and new tokens join to the text of
+            all tokens. They differ in the first space of sentencepiece tokenizers. One value for
+            all prompts, or one for each.
 
         Yields:
           The index of a prompt and its completion, longest prompts first.
 
         Raises:
-          ValueError: As `generate`.
+          ValueError: In the same cases as `generate`.
         """
         check_integer("batch_size", batch_size, is_optional=True)
         for index, one in enumerate(prompts):
@@ -391,22 +390,22 @@ class LanguageModel:
     ) -> "TextStream":
         """Continues one prompt and yields the text in pieces while it is generated.
 
-        A piece is never empty and never ends inside a character. The pieces together are the text
-        that `generate` returns.
+        A piece is never empty and never ends inside a character. The pieces join to the text that
+        `generate` returns.
 
         Args:
           prompt: A text, or its tokens.
           max_new_tokens: Maximum number of tokens to generate.
-          sampling: How tokens are drawn. Default: greedy.
+          sampling: Sampling settings. Default: greedy.
           key: Random key or seed. Without one, every call draws differently.
           every: Number of decode steps between two pieces.
           is_answer: As in `complete`.
 
         Returns:
-          An iterator over strings. Its `completion` describes what has come so far.
+          An iterator over strings. Its `completion` describes the text so far.
 
         Raises:
-          ValueError: As `generate`. It is raised by this call, before the first piece.
+          ValueError: In the same cases as `generate`, by this call, before the first piece.
 
         Example:
           >>> for piece in lm.stream("Walk with"):  # doctest: +SKIP
@@ -434,9 +433,9 @@ class LanguageModel:
         """Answers messages, formatted by the checkpoint's chat template.
 
         Args:
-          messages: What the user says, or a list of all messages `{"role": ..., "content": ...}`.
+          messages: The user's message, or a list of all messages `{"role": ..., "content": ...}`.
           max_new_tokens: Maximum number of tokens of the answer.
-          sampling: How tokens are drawn. Default: greedy.
+          sampling: Sampling settings. Default: greedy.
           key: Random key or seed. Without one, every call draws differently.
           **template_arguments: More variables of the template, such as `enable_thinking`.
 
@@ -444,7 +443,7 @@ class LanguageModel:
           The answer.
 
         Raises:
-          ValueError: If the tokenizer has no chat template, as in base models; and as `generate`.
+          ValueError: If the tokenizer has no chat template, as in base models; also as `generate`.
 
         Example:
           >>> lm.chat("Who walks?")  # doctest: +SKIP
@@ -466,16 +465,16 @@ class LanguageModel:
         max_tokens: int | None = None,
         **template_arguments: Any,
     ) -> "Conversation":
-        """Starts a conversation of several turns. Each turn reads only what is new.
+        """Starts a conversation of several turns. Each turn reads only the new tokens.
 
         Args:
-          system: A system message to begin with.
-          messages: Messages to begin with, after the system message.
+          system: A system message at the start.
+          messages: Messages at the start, after the system message.
           max_new_tokens: Maximum number of tokens of an answer.
-          sampling: How tokens are drawn. Default: greedy.
+          sampling: Sampling settings. Default: greedy.
           key: Random key or seed. Default: a fresh one.
-          max_tokens: Capacity of the cache in tokens. By default the cache grows when it has to, by
-            doubling.
+          max_tokens: Capacity of the cache in tokens. By default the cache doubles whenever it is
+            full.
           **template_arguments: More variables of the template, such as `enable_thinking`.
 
         Returns:
@@ -525,7 +524,7 @@ class LanguageModel:
         is_answer: bool,
         **options: Any,
     ) -> "TextStream":
-        """A stream of text; the options are those of a call of `made`."""
+        """Makes a stream of text; the options are options of a call of `made`."""
         lengths, tokens = np.array([len(tokens)], np.int32), np.asarray(tokens, np.int32)
         call = made.check(self.params, tokens[None], lengths=lengths, to_bucket=True, **options)
         return TextStream(
@@ -538,7 +537,7 @@ class LanguageModel:
     def _resolved(
         self, prompts: Sequence[Any], max_new_tokens: int, batch_size: int | None
     ) -> Self:
-        """The model with a policy: its own, or what its `Auto` chooses for all these prompts."""
+        """Replaces an `Auto` by its choice for all these prompts."""
         if not isinstance(self.policy, Auto) or not prompts:
             return self
         auto, config = self.policy, self.model_config
@@ -556,7 +555,7 @@ class LanguageModel:
         return dataclasses.replace(self, policy=found.policy, phase=found.phase)
 
     def _batch_size(self, prompts: Sequence[Any], max_new_tokens: int, wanted: int | None) -> int:
-        """The requested batch size, or one whose caches take at most half of the free memory."""
+        """Returns the requested batch size, or one whose caches fit in half of free memory."""
         if wanted is not None or not prompts:
             return wanted or 1
         size, embedding = MAX_BATCH, self.params["embed"]["embedding"]
@@ -581,7 +580,7 @@ def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]
 
     Returns:
       Indices of the prompts of each batch. The longest come first, so that a lack of memory shows
-      at once.
+      early.
 
     Example:
       >>> batches_by_length([3, 9, 4, 8, 1], 2)
@@ -596,7 +595,7 @@ class TextStream(Iterator[str]):
 
     Attributes:
       ttft_s: Seconds from the start to the first token, or None before it. This includes the time
-        to compile the programs, if they were not compiled before.
+        to compile the programs, if necessary.
       tokens: The new tokens so far.
     """
 
@@ -608,7 +607,7 @@ class TextStream(Iterator[str]):
         num_prompt_tokens: int,
         ends: tuple[int, ...],
     ) -> None:
-        """Takes a stream of tokens of one sequence that has not been started."""
+        """Takes a stream of one sequence's tokens that has not been started."""
         self._chunks, self._decoder, self._ends = chunks, decoder, ends
         self._num_prompt_tokens, self._pieces = num_prompt_tokens, list[str]()
         self._density: Density | None = None
@@ -627,7 +626,7 @@ class TextStream(Iterator[str]):
             self._take()
 
     def __next__(self) -> str:
-        """The next piece, which is never empty."""
+        """Returns the next piece, which is never empty."""
         self.read_prompt()
         while not self._is_over:
             piece = self._take()
@@ -637,7 +636,7 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def _take(self) -> str:
-        """The text that the next chunk completes, or at the end the text that was held back."""
+        """Returns the text that the next chunk completes; at the end, the text held back."""
         chunk = next(self._chunks, None)
         if chunk is None:
             self._is_over = True
@@ -665,7 +664,7 @@ class TextStream(Iterator[str]):
 
     @property
     def cache(self) -> Cache:
-        """The cache of everything so far, to continue from. The next piece consumes it."""
+        """The cache of all tokens so far, to continue from. The next piece consumes it."""
         return self._chunks.cache
 
     @property
@@ -690,11 +689,11 @@ class TextStream(Iterator[str]):
 class Conversation:
     """A conversation of several turns, made by `LanguageModel.conversation`.
 
-    A turn reuses the cache of the turn before. If the conversation, as the chat template formats
-    it, begins with the tokens in the cache, the turn reads only the tokens after them. It reads
-    everything again if it does not begin with them (some templates remove old reasoning or strip
-    whitespace), or if the cache has no room left. The answer is the same in both cases. A
-    repetition penalty counts the tokens that a turn reads and generates.
+    A turn reuses the cache of the previous turn. If the conversation, formatted by the chat
+    template, begins with the tokens in the cache, the turn reads only the tokens after them.
+    Otherwise (some templates remove old reasoning or strip whitespace), or if the cache has no room
+    left, it reads everything again. The answer is the same in both cases. A repetition penalty
+    counts the tokens that a turn reads and generates.
 
     Attributes:
       messages: All messages so far, including the answers. You may change them between turns.
@@ -732,7 +731,7 @@ class Conversation:
         """Sends a message and returns the answer.
 
         Args:
-          text: What the user says.
+          text: The user's message.
 
         Returns:
           The answer, which is also added to `messages`.
@@ -749,14 +748,14 @@ class Conversation:
         If you stop early, the pieces so far are kept as the answer.
 
         Args:
-          text: What the user says.
+          text: The user's message.
           every: Number of decode steps between two pieces.
 
         Returns:
           An iterator over pieces of the answer.
 
         Raises:
-          ValueError: As `send`. It is raised by this call, before the first piece.
+          ValueError: In the same cases as `send`, by this call, before the first piece.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         return self._follow(asked, self._read(asked, every=every))
@@ -777,7 +776,7 @@ class Conversation:
         self._held += pieces.tokens
 
     def _read(self, messages: Sequence[Message], *, every: int) -> TextStream:
-        """The answer to messages. Uses the cache if it holds their beginning."""
+        """Starts the answer to messages. Uses the cache if it has their beginning."""
         tokens = apply_chat_template(self.model.tokenizer, messages, **self._arguments).tolist()
         needed, held = len(tokens) + self._max_new_tokens, len(self._held)
         cache, self._cache = self._cache, None
@@ -803,7 +802,7 @@ class Conversation:
         )
 
     def _room(self, needed: int) -> int:
-        """The size of a new cache: twice what is needed now, as later turns need more."""
+        """Returns the size of a new cache, about twice the current need, for later turns."""
         context = self.model.model_config.context_length
         if self._max_tokens is not None:
             return self._max_tokens
@@ -811,7 +810,7 @@ class Conversation:
 
 
 def _make_key(key: KeyLike | None, sampling: Sampling | None) -> Key[Array, ""] | None:
-    """The random key of a call: the given one, or a fresh one if tokens are drawn."""
+    """Returns the given random key, or a fresh one if tokens are drawn."""
     check_key(key, sampling)
     if key is None:
         return None if sampling is None else jax.random.key(secrets.randbits(32))

@@ -1,4 +1,4 @@
-"""Too little memory on a device: said before the attempt where it is known, else with advice."""
+"""Reports too little device memory, before an allocation if known, and with advice."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,27 +17,27 @@ class OutOfDeviceMemory(jax.errors.JaxRuntimeError):
     """A device has too little memory for a call.
 
     Attributes:
-      found: What was needed or asked for, without the advice that `str` ends with.
+      found: The error without the advice that `str` appends.
     """
 
     def __init__(self, found: str) -> None:
-        """Takes what happened, and adds what to do."""
+        """Adds the advice to the message."""
         super().__init__(f"{found}; {ADVICE}")
         self.found = found
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree, abstract ones included."""
+    """Counts the bytes of all arrays of a tree, including abstract ones."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def show_bytes(count: int) -> str:
-    """A size for people, such as `"3.20 GiB"`."""
+    """Formats a size for people, such as `"3.20 GiB"`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
 
 
 def free_bytes(like: Any) -> int | None:
-    """Free bytes on the device of an array; None if they are unknown or there are several devices.
+    """Free bytes on the device of an array; None if unknown or if there are several devices.
 
     Args:
       like: An array, or a device.
@@ -58,11 +58,11 @@ def free_bytes(like: Any) -> int | None:
 
 
 def check_memory(what: str, needed: int, like: Any) -> None:
-    """Raises where a device is known to lack what is going to be allocated on it.
+    """Raises if a device is known to lack memory for an allocation.
 
     Args:
-      what: What needs it, for the message.
-      needed: Bytes.
+      what: Description of the allocation, for the message.
+      needed: Number of bytes.
       like: An array on the device, or the device.
 
     Raises:
@@ -77,10 +77,10 @@ def check_memory(what: str, needed: int, like: Any) -> None:
 
 @contextlib.contextmanager
 def advice(**held: Any) -> Iterator[None]:
-    """Turns XLA's error for exhausted memory into one that says what was needed and what to do.
+    """Turns XLA's out-of-memory error into one that says what was needed and what to do.
 
     Args:
-      **held: What the call needs at least, by name: trees of arrays, or bytes.
+      **held: Minimum needs of the call by name: trees of arrays, or bytes.
     """
     try:
         yield

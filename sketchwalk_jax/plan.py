@@ -1,7 +1,7 @@
-"""How the layers of a model share a density: some need most blocks, others next to none.
+"""Plans that share a density among layers: some need most blocks, others almost none.
 
 A plan is measured once for a model (`sketchwalk calibrate`, `evaluation.planning.make_plan`) and
-kept beside its checkpoint. It has no labels of layers, only what each one loses at each density.
+stored next to its checkpoint. It has the loss of each layer at each density.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ _NUMBERS = ("densities", "errors", "weights", "representatives", "misses")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What every layer loses at each density, and for which model.
+    """The loss of each layer of a model at each density.
 
     Attributes:
-      densities: For every layer ascending measured densities in (0, 1), at which it was tried.
-      errors: For every layer the relative squared error of its output at each of them; 0 at
+      densities: Measured densities in (0, 1) at which each layer was tried, ascending.
+      errors: Relative squared error of each layer's output at each of these densities; it is 0 at
         density 1.
-      weights: For every layer nats per unit of this error: how much another error of the layer
-        changes what the model says of the next token. Its loss is the product of both.
-      representatives: Numbers of queries for a row that were tried, ascending.
-      misses: For every layer what its lists miss with each of these numbers: the largest share of
-        attention that some head of some query gives a block that is not on the list.
-      fingerprint: Of the checkpoint that it was measured on, from `models.weights.fingerprint`;
-        empty where it is not known.
+      weights: Nats per unit of this error for each layer: the effect of the layer's error on the
+        model's next-token prediction. The layer's loss is weight times error.
+      representatives: Numbers of representative queries per row that were tried, ascending.
+      misses: Attention that each layer's lists miss with each of these numbers: the largest share
+        that some head of some query gives to a block that is not listed.
+      fingerprint: Fingerprint of the measured checkpoint, from `models.weights.fingerprint`; empty
+        if it is unknown.
 
     Raises:
       ValueError: If the numbers do not fit together or are out of their range.
@@ -97,12 +97,12 @@ class Plan:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return len(self.densities)
 
     @property
     def short_hash(self) -> str:
-        """A name for its numbers, 12 hexadecimal digits; whose they are does not count."""
+        """Hash of the plan's numbers, 12 hexadecimal digits, without the fingerprint."""
         numbers = dataclasses.astuple(dataclasses.replace(self, fingerprint=""))
         return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:12]
 
@@ -113,19 +113,19 @@ class Plan:
         return tuple(tuple(weight * one for one in errors) for weight, errors in pairs)
 
     def of_layers(self, layers: Sequence[int]) -> "Plan":
-        """The plan of some layers alone."""
+        """Returns the plan of only some layers."""
         names = ("densities", "errors", "weights", "misses")
         some: dict[str, Any] = {n: tuple(getattr(self, n)[i] for i in layers) for n in names}
         return dataclasses.replace(self, **some)
 
     def loss(self, densities: Sequence[float]) -> float:
-        """Nats per token that layers lose with these densities, one at a time: `Σ_l loss_l(d_l)`.
+        """Sums the nats per token that each layer alone loses at its density: `Σ_l loss_l(d_l)`.
 
-        Lines join what was measured; below its lowest density a layer loses what it lost there. All
-        layers together lose less or more than this sum, which serves to compare.
+        Losses are interpolated linearly; below its lowest measured density, a layer keeps that
+        loss. All layers together lose more or less than this sum, which serves to compare plans.
 
         Args:
-          densities: Of each layer.
+          densities: Density of each layer.
 
         Example:
           >>> plan = Plan(densities=((0.1, 0.5),), errors=((0.5, 0.1),), weights=(1.0,),
@@ -137,20 +137,19 @@ class Plan:
         return float(sum(np.interp(d, (*x, 1.0), (*y, 0.0)) for d, x, y in curves))
 
     def share_density(self, density: float) -> tuple[float, ...]:
-        """Densities of the layers with the least sum of losses among those of a given mean.
+        """Shares a mean density among the layers so that the sum of their losses is smallest.
 
             min Σ_l loss_l(d_l)   where   Σ_l d_l = num_layers · density
 
-        `loss_l` is taken as the lower convex hull of what was measured, so that the steepest of all
-        its pieces is always the next to be paid for. No layer gets less than what was measured: how
-        steep a loss is below that nobody has seen, and what a layer loses there can be all that it
-        looks for.
+        `loss_l` is replaced by the lower convex hull of the measurements, so taking the steepest
+        piece next is always best. No layer gets less than its lowest measured density: its loss
+        below is unknown, and may be all that the layer looks for.
 
         Args:
-          density: Mean over the layers, in (0, 1].
+          density: Mean density over the layers, in (0, 1].
 
         Returns:
-          A density for each layer; the same for all where it is below what was measured.
+          A density for each layer, scaled down from the lowest measured ones if the mean is lower.
         """
         least, pieces = [], []
         for layer, curve in enumerate(zip(self.densities, self.losses, strict=True)):
@@ -168,16 +167,16 @@ class Plan:
         return tuple(min(1.0, round(one, 4)) for one in least)
 
     def share_representatives(self, mean: int) -> tuple[int, ...]:
-        """Numbers of representative queries with the least sum of what layers miss.
+        """Shares a mean number of representative queries so that layers miss least in total.
 
-        As `share_density` does, but numbers that were not tried are not given: the next piece of a
-        layer is taken if it can be paid for as a whole.
+        Works like `share_density`, but layers only get numbers that were tried: the next piece of a
+        layer is taken if all of it fits.
 
         Args:
-          mean: Most of them, as a mean over the layers.
+          mean: Maximum mean number over the layers.
 
         Returns:
-          A number for each layer; `mean` for all where that is beyond what was tried.
+          A number for each layer; `mean` for all if it is outside the range that was tried.
         """
         if not self.representatives[0] <= mean <= self.representatives[-1]:
             return (mean,) * self.num_layers
@@ -196,11 +195,11 @@ class Plan:
         return tuple(found)
 
     def write(self, path: Path, *, measured: Mapping[str, Any]) -> None:
-        """Writes the plan as JSON, complete or not at all.
+        """Writes the plan as JSON, completely or not at all.
 
         Args:
           path: The file.
-          measured: What it was measured on, for people.
+          measured: Description of the measurement, for people.
         """
         content = {
             "format_version": FORMAT_VERSION,
@@ -217,10 +216,10 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
-        """Reads what `write` wrote.
+        """Reads a plan from `write`.
 
         Raises:
-          ValueError: If the file is not a plan, damaged or of another version.
+          ValueError: If the file is not a plan, or is damaged or has another version.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -255,7 +254,7 @@ class Plan:
 
 
 def plan_path(checkpoint: Path) -> Path:
-    """Where the plan of a checkpoint stands: in its directory, or beside its file.
+    """Returns the path of a checkpoint's plan: in its directory, or next to its file.
 
     Example:
       >>> plan_path(Path("model.gguf")).name
@@ -267,7 +266,7 @@ def plan_path(checkpoint: Path) -> Path:
 
 
 def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points of the lower convex hull, from left to right."""
+    """Returns the points of the lower convex hull, from left to right."""
     hull: list[tuple[float, float]] = []
     for x, y in points:
         while len(hull) > 1:
@@ -280,7 +279,7 @@ def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _pieces(hull: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Slope and width of each piece of a curve."""
+    """Returns slope and width of each piece of a curve."""
     return [((y1 - y0) / (x1 - x0), x1 - x0) for (x0, y0), (x1, y1) in itertools.pairwise(hull)]
 
 
