@@ -1,7 +1,7 @@
-"""Pictures of what was attended to: block maps and measured density.
+"""Figures of attended blocks (block maps) and of measured density.
 
-Each function makes one matplotlib figure (a `pyplot` one: notebooks show it, scripts save it).
-matplotlib is the extra `plots`: `pip install "sketchwalk-jax[plots]"`.
+Each function makes a matplotlib figure with `pyplot`: notebooks show it, scripts save it.
+matplotlib comes with the extra `plots`: `pip install "sketchwalk-jax[plots]"`.
 """
 
 import math
@@ -16,7 +16,7 @@ from sketchwalk_jax.selection import BlockSelection
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which are told apart with any kind of colour vision.
+# Okabe and Ito's colours, which all kinds of colour vision can tell apart.
 BLUE, ORANGE = "#0072B2", "#D55E00"
 LIGHT_GREY, DARK, _WHITE = "#E4E4E4", "#333333", "#FFFFFF"
 HALF_BLUE = "#72ABCB"  # between blue and grey: some of the lists
@@ -38,16 +38,16 @@ def block_map(selection: BlockSelection, *, sequence: int = 0, first_block: int 
     """Share of each key block that each query block attended to, as a dense array on the host.
 
     Args:
-      selection: Lists `[B, M, I, P]`, or `[L, B, M, I, P]` as `generate(return_selection=True)`
-        returns them.
-      sequence: Which sequence of the batch.
+      selection: Block indices `[B, M, I, P]`, or `[L, B, M, I, P]` as from
+        `generate(return_selection=True)`.
+      sequence: Index of the sequence in the batch.
       first_block: Block of the selection's first row.
 
     Returns:
       float32 `[L, I, first_block + I]` (`L = 1` without a layer axis), in blocks of the rows' size:
-      the share of a block that the lists of a row hold, a mean over its lists. It is 0 or 1 where
-      all heads share one list of such blocks, and in between where lists name pages of them. Blocks
-      after the row's own are NaN.
+      the share of a block in a row's lists, a mean over the lists. It is 0 or 1 if all heads share
+      one list of such blocks, and may be in between if lists hold pages of them or differ by head.
+      Blocks after the row's own are NaN.
 
     Raises:
       ValueError: If the selection has another number of axes or no such sequence.
@@ -92,17 +92,17 @@ def plot_block_map(
 ) -> "Figure":
     """Draws the key blocks (columns) that each query block (row) attended to.
 
-    Attended blocks are blue, other causal blocks grey; where heads have lists of their own, or
-    lists name pages of a block, the depth of the blue is the share of heads or of pages.
+    Attended blocks are blue, other causal blocks grey. If heads have different lists, or lists hold
+    pages of a block, the depth of the blue is the share of heads or of pages.
 
     Args:
-      selection: From `generate(..., return_selection=True)`, or of one layer.
-      layer: The layer to draw, counted as the model does; a grid of all layers by default.
-      sequence: Which sequence of the batch.
-      num_tokens: Tokens of that sequence, to leave out the padding; everything by default.
+      selection: Selection from `generate(..., return_selection=True)`, or of one layer.
+      layer: Index in the model of the layer to draw. Default: a grid of all layers.
+      sequence: Index of the sequence in the batch.
+      num_tokens: Number of tokens of that sequence, to omit the padding. Default: draw all.
       first_block: Block of the selection's first row, if the prompt continued a cache.
-      dense_layers: Layers that are not in the selection, as in the configuration: how many leading
-        ones, or which; only for the numbering of layers.
+      dense_layers: Layers that are not in the selection, as in the configuration: the number of
+        leading ones, or their indices. Used only to number layers.
       title: Title of the figure.
 
     Returns:
@@ -165,7 +165,7 @@ def draw_maps(
 
 
 def draw_map(axis: Any, shares: np.ndarray, first_row: int) -> None:
-    """Draws shares `[rows, key blocks]`, NaN where there is nothing, into a panel."""
+    """Draws shares `[rows, key blocks]` into a panel; NaN entries stay white."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 

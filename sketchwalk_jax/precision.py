@@ -1,4 +1,4 @@
-"""Numerical conventions of attention and selection: one home for each."""
+"""Numerical conventions of attention and selection, each defined once."""
 
 import math
 from typing import Any
@@ -7,33 +7,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-# A finite stand-in for log(0), and a running maximum above it to begin with: the weight of a
-# masked score is then exactly exp(-5e29) = 0, in rows without a visible key too, and in any base.
+# A finite substitute for log(0), and the first running maximum, which is above it: so the weight of
+# a masked score is exactly exp(-5e29) = 0, also in rows without a visible key, and in any base.
 MASK_VALUE = -1e30
 FIRST_MAXIMUM = -5e29
-# Stands for infinity in float32 where ranks and extremes are compared: jax_debug_infs would raise
-# an error for the real one.
+# Replaces infinity in float32 where ranks and extremes are compared: `jax_debug_infs` would raise
+# an error for infinity.
 LARGEST = float(jnp.finfo(jnp.float32).max)
-# A logit of a block, from codes of its keys, counts below this magnitude alone, on every device and
-# well within the two above. Where products leave float32, the hardware decides what their sum is:
-# that of tensor cores comes back into range if it ends there.
+# Logits from quantized keys count only below this magnitude, on every device; it is well within the
+# two values above. If products overflow float32, the sum depends on the hardware: on tensor cores
+# it can come back into range.
 LARGEST_LOGIT = 1e29
 
 
 def matmul_precision(x: Array) -> jax.lax.Precision | None:
-    """`HIGHEST` for float32 inputs, the default for the others.
+    """Returns `HIGHEST` for float32 inputs, and the default for others.
 
-    What is given as float32 is multiplied as float32: by default accelerators would round such
-    inputs to TF32 or bfloat16, and a float32 run would differ from transformers' by 1e-3.
+    By default, accelerators would round float32 inputs to TF32 or bfloat16, and a float32 run would
+    differ from transformers' by 1e-3.
     """
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def default_scale(head_dim: int) -> float:
-    """`1 / sqrt(H)`, the factor of attention scores."""
+    """Returns `1 / sqrt(H)`, the default factor of attention scores."""
     return 1.0 / math.sqrt(head_dim)
 
 
 def start_indices(*indices: Any) -> tuple[Int32[Array, ""], ...]:
-    """Indices for `dynamic_slice`, all int32: with `jax_enable_x64` Python's ints are int64."""
+    """Returns int32 indices for `dynamic_slice`; with `jax_enable_x64` Python's ints are int64."""
     return tuple(jnp.asarray(index, jnp.int32) for index in indices)

@@ -1,4 +1,4 @@
-"""Signs of life on standard error: bars on a terminal, a line every half minute in a log."""
+"""Progress on standard error: bars on a terminal, a line every half minute in a log."""
 
 import contextlib
 import io
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 DELAY = 1.0
-"""Seconds before anything is shown on a terminal; what takes less shows nothing."""
+"""Seconds before a bar is shown on a terminal; shorter work shows nothing."""
 
 LINE_EVERY = 30.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines if there is no terminal."""
 
 
 def is_shown() -> bool:
-    """Whether standard error is a terminal, where a line can be written again."""
+    """Whether standard error is a terminal, on which a line can be overwritten."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def _calling(call: Callable[[], object], *, every: float) -> Iterator[None]:
-    """Calls `call` every so many seconds from another thread while the block runs."""
+    """Calls `call` every `every` seconds from another thread while the block runs."""
     is_over = threading.Event()
 
     def work() -> None:
@@ -44,14 +44,14 @@ def _write_line(text: str) -> None:
 
 @contextlib.contextmanager
 def _bar(log_format: str, **options: Any) -> Iterator[Any]:
-    """A bar of tqdm on a terminal, or a line of `log_format` now and then."""
+    """Makes a bar of tqdm on a terminal, or a line of `log_format` now and then."""
     from tqdm import tqdm
 
     if is_shown() or options.get("disable"):
         with tqdm(**options, leave=False, delay=DELAY, file=sys.stderr) as bar:
             yield bar
         return
-    # It counts, and writes nothing itself: steps may be minutes apart.
+    # tqdm only counts here, and writes nothing, because steps may be minutes apart.
     options |= {"delay": float("inf"), "mininterval": float("inf"), "bar_format": log_format}
     with tqdm(**options, leave=False, file=io.StringIO()) as bar:
         with _calling(lambda: _write_line(str(bar)), every=LINE_EVERY):
@@ -62,11 +62,11 @@ def _bar(log_format: str, **options: Any) -> Iterator[Any]:
 def elapsed(description: str) -> Iterator[None]:
     """Shows the seconds that the block has taken; on a terminal the line is cleared at its end.
 
-    For work without steps: one long call, such as a prefill with its compilation.
+    Use it for work without steps: one long call, such as a prefill with its compilation.
     """
     form = "{desc}: {elapsed}"
     with _bar(form, desc=description, bar_format=form, miniters=0) as bar:
-        # A step of nothing writes the line again, once it is there.
+        # A step of size 0 rewrites the line, once it is shown.
         refreshing = _calling(lambda: bar.update(0), every=0.25)
         with refreshing if is_shown() else contextlib.nullcontext():
             yield
@@ -82,19 +82,18 @@ def progress_bar(
     is_wanted: bool = True,
     unit_scale: bool = False,
 ) -> Iterator[Any]:
-    """A bar of tqdm for work in steps, to `update`.
+    """Shows a bar of tqdm for work in steps; `update` it.
 
     On a terminal it appears after `DELAY` and is cleared at the end. In a log it is a line every
-    `LINE_EVERY` seconds, whether or not there was a step since the last, so that short work leaves
-    no line.
+    `LINE_EVERY` seconds, with or without a new step; so short work leaves no line.
 
     Args:
-      total: Steps in all.
-      description: What is done.
-      unit: What a step is, with a space in front where it is a word.
-      initial: Steps that are done already.
+      total: Total number of steps.
+      description: Name of the work.
+      unit: Name of a step; a word needs a leading space.
+      initial: Number of steps that are already done.
       is_wanted: Whether to show anything.
-      unit_scale: Whether to count in thousands and millions, as bytes.
+      unit_scale: Whether to show thousands and millions, as for bytes.
     """
     with _bar(
         "{desc}: {n_fmt} of {total_fmt}{unit} in {elapsed}, {remaining} left{postfix}",

@@ -1,4 +1,4 @@
-"""Dataclasses of arrays as JAX's trees, which `jax.export` can write and read."""
+"""Registers dataclasses of arrays as JAX pytrees, which `jax.export` can write and read."""
 
 import contextlib
 import json
@@ -9,17 +9,17 @@ import jax.export
 
 
 def register[T](cls: type[T]) -> type[T]:
-    """A decorator of dataclasses: a tree for JAX, and for the serialisation of `jax.export`."""
+    """Decorator that registers a dataclass as a pytree of JAX and of `jax.export`."""
     jax.tree_util.register_dataclass(cls)
     make_exportable(cls)
     return cls
 
 
 def make_exportable(cls: type[Any]) -> None:
-    """Lets `jax.export` write and read trees with a class that is registered as one already.
+    """Lets `jax.export` write and read a class that is already registered as a pytree.
 
-    Static fields, which are part of a tree's structure, are written as JSON. Tuples come back as
-    such. A program that reads what was exported must have imported the class.
+    Static fields, a part of the tree's structure, are written as JSON; tuples are restored. A
+    program that reads an export must have imported the class.
     """
 
     def write(static: Any) -> bytes:
@@ -42,5 +42,5 @@ def make_exportable(cls: type[Any]) -> None:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Lists, which JSON has for tuples, as tuples."""
+    """Converts lists back to tuples, which JSON writes as lists."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
