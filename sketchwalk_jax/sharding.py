@@ -1,4 +1,4 @@
-"""Where a model is placed on several devices: `place` makes all shardings from a mesh and a model.
+"""Placement of a model on several devices: `place` makes all shardings from a mesh and a model.
 
 A mesh has up to three axes. Any of them may be missing or have size 1:
 
@@ -7,45 +7,44 @@ A mesh has up to three axes. Any of them may be missing or have size 1:
 * `sequence`: rows (query blocks) of a prompt, and blocks of the cache.
 
 **Traffic over `tensor`.** Let a rank have `B` sequences and `T` new tokens of each (1 in decode).
-In one layer, besides a few numbers per sequence, each rank receives
+In one layer, in addition to a few numbers per sequence, each rank receives
 
 * for the dense algebra: twice the sum over ranks of hidden states, `B · T · D` numbers;
-* for policies that need all heads (`SketchWalkConfig`, `released`, and any policy that knows
-  nothing of meshes): queries and keys, `B · T · (N + K) · H` numbers;
+* for policies that need all heads (`SketchWalkConfig`, `released`, and any policy without support
+  for meshes): queries and keys, `B · T · (N + K) · H` numbers;
 * for `recommended`, before lists are made: float32 scores of `I` rows and `J` blocks. On XLA they
-  are those of each of `R` representatives, `4 · B · N · R · I · J` bytes. With kernels they are
-  summed within key/value heads, `4 · B · K · I · J` bytes, or twice as much if a head has many
+  are the scores of each of `R` representatives, `4 · B · N · R · I · J` bytes. With kernels they
+  are summed within key/value heads, `4 · B · K · I · J` bytes, or twice as much if a head has many
   queries;
 * for the oracle: scores of each head, `4 · B · N · I · J` bytes, or the largest, `4 · B · I · J`;
 * for policies with lists for each head (Quest, Adamas, MInference, FlexPrefill): nothing.
 
-For given queries, keys and values the lists are bit-equal to those of one device, because nothing
-is summed in another order. (There is one exception: kernels that score for fewer key/value heads
-than there are ranks divide their sums differently. The ranks agree with each other then too.)
+For given queries, keys and values the lists equal one device's lists exactly, because all sums have
+the same order. (There is one exception: kernels that score for fewer key/value heads than there are
+ranks divide their sums differently. All ranks still agree with each other.)
 
 **Traffic over `sequence`.** A rank has rows from the beginning and from the end of a prompt, as
-`Blocks` distributes them, so that causal work is even. It computes everything that belongs to the
-tokens of its rows, including walk and lists. It gathers keys and values of all ranks before it
-attends. So no row waits for another row, and keys and values are small beside what attention reads.
-They are sent while queries are projected and rows are scored. Therefore all of them are sent: a
-rank does not know yet which blocks its rows will list (17 to 50 % of them, `docs/answered.md`),
-and statistics cover all keys. If a rank has `K` key/value heads, in one layer it receives
+`Blocks` distributes them, to balance causal work. It computes everything for the tokens of its
+rows, including walk and lists. It gathers keys and values of all ranks before it attends, so no row
+waits for another row; keys and values are small compared with what attention reads. They are sent
+while queries are projected and rows are scored. Therefore all of them are sent: a rank does not
+know yet which blocks its rows will list (17 to 50 % of them, `docs/answered.md`), and statistics
+cover all keys. If a rank has `K` key/value heads, in one layer it receives
 
 * for a prompt of `T` tokens over all ranks: keys and values, `2 · B · T · K · H` numbers. If the
-  prompt is read in pieces, or after other tokens, it also receives those of the whole cache with
-  room for `S` tokens, `2 · B · S · K · H` numbers more for each piece;
+  prompt is read in pieces, or after other tokens, it also receives the whole cache with room for
+  `S` tokens, `2 · B · S · K · H` numbers more for each piece;
 * for `SketchWalkConfig`: float32 sketches of `I` rows, `2 · 4 · B · I · C · R` bytes. For other
-  policies: nothing, because their statistics are of keys alone;
-* for a decoded token: no keys or values, but what the other ranks computed from the blocks that
-  they hold, float32 `B · N · H` for the rank's own heads, and two numbers per head. All ranks make
-  the same lists.
+  policies: nothing, because their statistics depend only on keys;
+* for a decoded token: no keys or values, but the other ranks' outputs over their blocks, float32
+  `B · N · H` for the rank's own heads, and two numbers per head. All ranks make the same lists.
 
-Statistics are small beside keys and values, and are replicated over `sequence`; so are the
-parameters. The ranks share the dense algebra of a prompt without any traffic. They do not share
-that of a decoded token.
+Statistics are small compared with keys and values, and are replicated over `sequence`; so are the
+parameters. The ranks share the dense algebra of a prompt without any traffic. They do not share the
+dense algebra of a decoded token.
 
 **Traffic outside the layers.** A call sums embeddings, and over `sequence` the hidden states of the
-tokens whose logits are wanted. It gathers the logits from which tokens are drawn. These are
+tokens whose logits are returned. It gathers the logits from which tokens are drawn. These are
 `B · T · D`, `B · D` and `B · V` numbers.
 
 XLA partitions the dense algebra by the shardings of the parameters. The cache, selection and
@@ -82,8 +81,8 @@ PyTree = Any
 AXES = ("data", "sequence", "tensor")
 """Names that the axes of a mesh may have."""
 
-# The axis of each parameter over which `tensor` spreads it, by its path without `layers`. Biases of
-# `out` and `down` are added once, to what all ranks have added up.
+# Axis of each parameter that `tensor` spreads, by the parameter's path without `layers`. Biases of
+# `out` and `down` are added once, to the sum over ranks.
 _SPREAD: dict[tuple[str, ...], int] = {
     ("embed", "embedding"): 0,
     ("lm_head", "kernel"): 1,
@@ -99,7 +98,7 @@ _SPREAD: dict[tuple[str, ...], int] = {
     ("up", "kernel"): 2,
     ("up", "bias"): 1,
     ("down", "kernel"): 1,
-    # Of quantised weights, whose outputs come first.
+    # Quantized weights have their outputs first.
     ("query", "quantized"): 1,
     ("query", "scales"): 1,
     ("key", "quantized"): 1,
@@ -118,10 +117,10 @@ _INPUTS_SPREAD = {"out", "down"}
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Placement:
-    """Where the arrays of a model are placed on a mesh; made by `place`.
+    """Placement of a model's arrays on a mesh; made by `place`.
 
-    It is a function of a parameter's path and shape, so `load(sharding=...)` accepts it, and
-    `init_cache(sharding=...)` accepts it too. It is hashable, and so static under `jit`.
+    It maps a parameter's path and shape to a sharding, so `load(sharding=...)` accepts it;
+    `init_cache(sharding=...)` accepts it too. It is hashable, so it can be static under `jit`.
 
     Attributes:
       mesh: The mesh. All of its axes are `AxisType.Auto`.
@@ -163,32 +162,32 @@ class Placement:
 
     @property
     def heads(self) -> Heads | None:
-        """How heads are spread over `tensor`, or `None` if every rank has all heads."""
+        """Distribution of heads over `tensor`, or `None` if every rank has all heads."""
         ranks, c = self.size("tensor"), self.model_config
         return Heads("tensor", ranks, c.num_heads, c.num_kv_heads) if ranks > 1 else None
 
     @property
     def blocks(self) -> Blocks | None:
-        """How blocks are spread over `sequence`, or `None` if every rank has all blocks."""
+        """Distribution of blocks over `sequence`, or `None` if every rank has all blocks."""
         ranks = self.size("sequence")
         return Blocks("sequence", ranks) if ranks > 1 else None
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key/value heads in caches: that of the model, but at least one per rank."""
+        """Number of key/value heads in caches: the model's number, but at least one per rank."""
         return max(self.model_config.num_kv_heads, self.size("tensor"))
 
     # Shardings.
 
     def __call__(self, path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
-        """The sharding of a parameter, as `load` asks for it.
+        """Returns the sharding of a parameter, for `load`.
 
         Args:
           path: Path of the parameter, such as `("layers", "query", "kernel")`.
           shape: The parameter.
         """
         axis = _SPREAD.get(path[-2:])
-        # Heads and columns of the mlp divide; key/value heads and the vocabulary may not.
+        # The checked sizes divide; key/value heads and the vocabulary may not.
         if axis is None or shape.shape[axis] % self.size("tensor"):
             return self.sharding()
         return self.sharding(*[None] * axis, "tensor")
@@ -201,11 +200,11 @@ class Placement:
 
     @property
     def tokens(self) -> NamedSharding:
-        """The sharding of prompts `[B, T]`, and of tokens and lengths `[B]`."""
+        """Sharding of prompts `[B, T]`, and of tokens and lengths `[B]`."""
         return self.sharding("data")
 
     def statistics(self, policy: Policy) -> PyTree:
-        """The shardings of a policy's statistics, stacked as in a cache.
+        """Returns the shardings of a policy's statistics, stacked as in a cache.
 
         Sequences are spread over `data`. Heads are spread over `tensor` if ranks select by their
         own heads.
@@ -233,7 +232,7 @@ class Placement:
         return jax.tree.map(sharding, by_sequence, by_head)
 
     def cache(self, policy: Policy) -> dict[str, PyTree]:
-        """The shardings of a cache's arrays by field.
+        """Returns the shardings of a cache's arrays by field.
 
         Lengths and measured density are a few numbers per sequence. They are replicated, so that
         every host can read them.
@@ -248,7 +247,7 @@ class Placement:
         }
 
     def walk(self, policy: Policy, *, is_token: bool) -> PyTree:
-        """The shardings of the state that goes from layer to layer.
+        """Returns the shardings of the walk.
 
         Sequences are spread over `data`, and rows of a prompt over `sequence`.
         """
@@ -266,31 +265,31 @@ class Placement:
         return jax.tree.map(sharding, by_sequence, self.rows_of_walk(policy))
 
     def rows_of_walk(self, policy: Policy) -> PyTree:
-        """The axis of rows in every array of the walk's state; -1 without one."""
+        """Returns the axis of rows in every array of the walk; -1 if it has none."""
         make = functools.partial(policy.init_walk, batch=1, num_blocks=1)
         return _growing_axes(lambda: make(num_rows=1), lambda: make(num_rows=2))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
-        """The sharding of an array, given the name of a mesh axis for each of its axes.
+        """Returns the sharding of an array, given a mesh axis for each of its axes.
 
         Args:
-          *axes: Names. An axis that the mesh does not have, or that has size 1, spreads nothing.
+          *axes: Names of mesh axes. An axis that is missing or has size 1 spreads nothing.
         """
         names = [name if name and self.size(name) > 1 else None for name in axes]
         while names and names[-1] is None:
             names.pop()
         return NamedSharding(self.mesh, PartitionSpec(*names))
 
-    # What follows from it.
+    # Sizes and checks.
 
     def layer_shape(self, policy: Policy, dtype: DTypeLike = jnp.float32) -> LayerShape:
-        """The sizes for which a policy lays out its statistics."""
+        """Returns the sizes for which a policy allocates its statistics."""
         c = self.model_config
         kv_heads = c.num_kv_heads if policy.heads_on_mesh == "all" else self.num_kv_heads
         return LayerShape(c.num_heads, kv_heads, c.head_dim, dtype)
 
     def num_blocks(self, wanted: int) -> int:
-        """Number of blocks of a cache, a multiple of the ranks of `sequence`."""
+        """Rounds a cache's number of blocks up to a multiple of the ranks of `sequence`."""
         return wanted + -wanted % self.size("sequence")
 
     def check_policy(self, policy: Policy) -> None:
@@ -315,7 +314,7 @@ class Placement:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What this placement costs that a smaller `tensor` axis would not cost."""
+        """Costs of this placement that a smaller `tensor` axis would avoid."""
         ranks, c = self.size("tensor"), self.model_config
         found = []
         if ranks > c.num_kv_heads:
@@ -333,19 +332,19 @@ class Placement:
         return tuple(found)
 
     def __repr__(self) -> str:
-        """Sizes of the axes, and the notes."""
+        """Describes the sizes of the axes, and the notes."""
         axes = ", ".join(f"{name}={self.size(name)}" for name in AXES if self.size(name) > 1)
         return "; ".join([f"Placement({axes or 'one device'})", *self.notes])
 
 
 def place(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
-    """Decides where parameters, cache, statistics and tokens of a model are placed on a mesh.
+    """Decides the placement of a model's parameters, cache, statistics and tokens on a mesh.
 
     Over `tensor`, each rank has `N / tensor` query heads with their key/value heads, and a part of
     the mlp's columns and of the vocabulary. If there are fewer key/value heads than ranks, each one
-    is replicated on `tensor / K` ranks, whose caches hold one head each. So with more than `K`
+    is replicated on `tensor / K` ranks, whose caches have one head each. So with more than `K`
     ranks, attention gets faster but caches do not get smaller (`Placement.notes` says so). A
-    vocabulary that is not divisible is replicated as well.
+    vocabulary that is not divisible is replicated too.
 
     Over `data`, each rank has a part of the sequences. Over `sequence`, each rank has a part of the
     tokens of each sequence, in prefill and in the cache. Calls pad a prompt to a multiple of
@@ -393,11 +392,11 @@ def _placement(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placemen
 
 
 def placement_of(params: PyTree, model_config: ModelConfig) -> Placement | None:
-    """The placement that parameters were loaded with, or `None` on one device.
+    """Returns the placement that parameters were loaded with, or `None` on one device.
 
-    An array knows its mesh, also under `jit`. The mesh and the model determine where everything
-    else is placed. Parameters on a mesh with other axes have no placement. XLA then partitions
-    everything that is computed from them as it sees fit, including selection and attention.
+    An array knows its mesh, also under `jit`. The mesh and the model determine the placement of
+    everything else. Parameters on a mesh with other axes have no placement. XLA then chooses how to
+    partition everything that is computed from them, including selection and attention.
 
     Args:
       params: Parameter tree.
@@ -408,7 +407,7 @@ def placement_of(params: PyTree, model_config: ModelConfig) -> Placement | None:
     """
     try:
         embedding = params["embed"]["embedding"]
-    except (KeyError, TypeError, IndexError):  # whoever checks parameters says what is wrong
+    except (KeyError, TypeError, IndexError):  # the check of parameters reports this
         return None
     if isinstance(embedding, jax.core.Tracer):
         return _placement(jax.typeof(embedding).sharding.mesh, model_config)
@@ -432,7 +431,7 @@ def lies_on_one_device(params: PyTree) -> bool:
 
 
 def devices_of(params: PyTree) -> set[jax.Device]:
-    """The devices that arrays are on. NumPy arrays are on none.
+    """Returns the devices that arrays are on. NumPy arrays are on none.
 
     Args:
       params: Parameter tree.
@@ -457,14 +456,14 @@ def constrain(x: PyTree, placement: Placement | None, *axes: str | None) -> PyTr
 def embed_tokens(
     params: PyTree, tokens: Int[Array, "B T"], placement: Placement | None
 ) -> Float[Array, "B T D"]:
-    """`embed`; on a mesh, each rank looks up the tokens whose embeddings it has.
+    """`embed`, but on a mesh each rank looks up the tokens whose embeddings it has.
 
     Without this function, XLA would gather the whole table for a batch of one token. Sequences and
     tokens are spread over the axes that divide them.
 
     Args:
       params: Parameter tree.
-      tokens: Token ids. Those of a prompt are in the order of `Blocks.deal`. Ids outside the
+      tokens: Token ids. A prompt's ids are in the order of `Blocks.deal`. Ids outside the
         vocabulary are clamped.
       placement: The placement, if there is one.
     """
@@ -498,13 +497,13 @@ def embed_tokens(
 def take_dealt_columns(
     hidden: Float[Array, "B T D"], columns: Int[Array, "B U"], placement: Placement
 ) -> Float[Array, "B U D"]:
-    """Hidden states of some tokens. The ranks that have them add them to the zeros of the others.
+    """Takes the hidden states of some tokens: ranks that have them add them to others' zeros.
 
     Without this function, XLA would gather the hidden states of all tokens.
 
     Args:
       hidden: Hidden states of all tokens, in the order of `Blocks.deal`.
-      columns: The wanted columns, in that order.
+      columns: Columns to take, in the same order.
       placement: The placement. Its `sequence` axis is larger than 1.
     """
     by_sequence = placement.sharding("data").spec
@@ -539,9 +538,9 @@ def linear_on_ranks(
 ) -> list[Float[Array, "B T _"]] | None:
     """`linear_of_rows`, where each rank uses its own part of the weights.
 
-    If the columns are spread, a rank computes its part of the results. If the inputs are spread, it
-    multiplies its own inputs, and ranks sum the products. The kernel reads a rank's weights in
-    place, as on one device.
+    If the columns are spread, a rank computes its part of the results. If the inputs are spread,
+    each rank multiplies its own inputs, and the ranks sum the products. The kernel reads a rank's
+    weights in place, as on one device.
 
     Args:
       x: The input.
@@ -549,10 +548,10 @@ def linear_on_ranks(
       layer: Index of the layer.
       scale: Scale of the norm that is applied to the input first, of all layers, if there is one.
       eps: Epsilon of the norm.
-      placement: Where the weights are placed.
-      kernel_config: What the kernel may run with.
+      placement: Placement of the weights.
+      kernel_config: Settings of the kernel.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Scales of the output channels, where weights are quantised.
+      weight_scales: Scales of the output channels, if weights are quantized.
     """
     ranks, c = placement.size("tensor"), placement.model_config
     of_inputs = set(weights) <= _INPUTS_SPREAD and ranks > 1
@@ -596,7 +595,7 @@ def linear_on_ranks(
         scale: Array | None,
         weight_scales: list[Array] | None,
     ) -> list[Array]:
-        # By name again: in a tree names are sorted.
+        # Restore the order of the names: in a tree they are sorted.
         own = dict(zip(weights, stacks, strict=True))
         found = linear_of_rows(
             x,
@@ -608,7 +607,7 @@ def linear_on_ranks(
             is_transposed=is_transposed,
             weight_scales=weight_scales,
         )
-        assert found is not None  # as was asked above
+        assert found is not None  # checked by `why_not`
         return [jax.lax.psum(one, "tensor") for one in found] if of_inputs else found
 
     return jax.shard_map(
@@ -636,16 +635,16 @@ def gate_on_ranks(
     placement: Placement,
     kernel_config: KernelConfig,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]] | None:
-    """`swiglu_quantize` where each rank has whole rows, of its sequences and its tokens.
+    """`swiglu_quantize`, where each rank has whole rows, of its own sequences and tokens.
 
     Args:
       gate: Products with the weights of gate.
-      up: Products with those of up.
-      row_scales: Of the rows.
-      gate_scales: Of the columns of gate.
-      up_scales: Of those of up.
-      placement: Where the model is placed; its mesh has no ranks of `tensor`.
-      kernel_config: What the kernel may run with.
+      up: Products with the weights of up.
+      row_scales: Scales of the rows.
+      gate_scales: Scales of the columns of gate.
+      up_scales: Scales of the columns of up.
+      placement: Placement of the model; its mesh does not use `tensor`.
+      kernel_config: Settings of the kernel.
     """
     by_rows = placement.sharding("data", "sequence")
     batch, tokens, width = by_rows.shard_shape(gate.shape)
@@ -654,7 +653,7 @@ def gate_on_ranks(
 
     def on_rank(*arrays: Array) -> tuple[Array, Array]:
         found = swiglu_quantize(*arrays, kernel_config=kernel_config)
-        assert found is not None  # as was asked above
+        assert found is not None  # checked above
         return found
 
     rows, whole = by_rows.spec, PartitionSpec()
@@ -670,7 +669,7 @@ def gate_on_ranks(
 def constrain_logits(
     logits: Float[Array, "B *T V"], placement: Placement | None
 ) -> Float[Array, "B *T V"]:
-    """Spreads logits of all tokens over `tensor` too; keeps those of one token whole, for sampling.
+    """Spreads logits of all tokens over `tensor` too; keeps one token's whole, for sampling.
 
     Args:
       logits: Logits from `unembed`.
@@ -680,7 +679,7 @@ def constrain_logits(
         return logits
     axes = ["data"] + [None] * (logits.ndim - 2)
     if logits.shape[-1] % placement.size("tensor") == 0:
-        # Said first, so that logits are gathered, and not the output head.
+        # Constrain these first, so that XLA gathers the logits instead of the output head.
         logits = constrain(logits, placement, *axes, "tensor")
     return constrain(logits, placement, *axes) if logits.ndim == 2 else logits
 
@@ -688,7 +687,7 @@ def constrain_logits(
 def on_every_rank(
     function: Callable[..., PyTree], placement: Placement | None
 ) -> Callable[..., PyTree]:
-    """A function that every rank calls with whole arrays, for work that ranks do not share.
+    """Makes every rank call a function with whole arrays, for work that ranks do not share.
 
     Without this function, XLA would try to partition it, which is impossible if it launches
     kernels.
@@ -711,12 +710,12 @@ def on_every_rank(
 
 
 def specs(shardings: PyTree) -> PyTree:
-    """The partition specs of shardings, as `jax.shard_map` takes them."""
+    """Returns the partition specs of shardings, for `jax.shard_map`."""
     return jax.tree.map(lambda one: one.spec, shardings)
 
 
 def _growing_axes(small: Callable[[], PyTree], large: Callable[[], PyTree]) -> PyTree:
-    """For every array, the axis in which two of its shapes differ; -1 if none differs."""
+    """Finds for each array the axis in which its two shapes differ; -1 if none differs."""
 
     def axis(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> int:
         differ = [a != b for a, b in zip(one.shape, other.shape, strict=True)]
@@ -726,12 +725,12 @@ def _growing_axes(small: Callable[[], PyTree], large: Callable[[], PyTree]) -> P
 
 
 def _fits(ranks: int, model_config: ModelConfig) -> bool:
-    """Whether the number of ranks divides heads and columns of the mlp."""
+    """Whether the number of ranks divides the heads and the mlp's columns."""
     c = model_config
     by_kv = c.num_kv_heads % ranks == 0 or ranks % c.num_kv_heads == 0
     return by_kv and c.num_heads % ranks == 0 and c.intermediate_size % ranks == 0
 
 
 def whole_batch(batch: int, placement: Placement | None) -> int:
-    """The least number of sequences, of at least so many, of which ranks have as many each."""
+    """Rounds the number of sequences up, so that all ranks of `data` have equally many."""
     return batch if placement is None else batch + -batch % placement.size("data")
