@@ -1,4 +1,4 @@
-"""Which blocks to attend to: budgets, top-τ selection and the lists that attention takes.
+"""Block selection: budgets, top-τ selection and the block indices that attention takes.
 
 Algorithm 1 step 7 and Algorithm 2 step 6 (arXiv:2602.07397).
 """
@@ -15,23 +15,22 @@ from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.pytree import register
 
 _HIGHEST = float(np.nextafter(np.float32(LARGEST), np.float32(0)))
-"""Scores rank below `LARGEST`, which blocks that are always kept have."""
+"""Scores are clipped below `LARGEST`, the rank of blocks that are always kept."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class BlockSelection:
-    """The key blocks that each query block attends to, as lists.
+    """Block indices: the key blocks that each query block attends to.
 
     The head axis `M` has size 1 (one list for all heads), `K` (one per key/value head) or `N` (one
-    per query head). In decode on XLA, blocks may have one token, which makes lists of tokens. In
-    prefill, the blocks may be shorter than the rows: pages of 16 keys for rows of 64 queries.
+    per query head). In decode on XLA, blocks may have one token, so lists hold tokens. In prefill,
+    the blocks may be shorter than the rows: pages of 16 keys for rows of 64 queries.
 
     Attributes:
       ids: Key block indices, int32 `[B, M, I, P]`, in ascending order within a list. Entries beyond
         the count are padding (by convention the number of key blocks) and are never read.
-      counts: Number of blocks in each list, int32 `[B, M, I]`. With a count of 0, the output row is
-        zero.
+      counts: Number of blocks in each list, int32 `[B, M, I]`. If it is 0, the output row is zero.
       block_size: Tokens per key block.
       has_diagonal: Whether every list is known to contain the block of its own row.
       row_size: Queries per row in prefill, a multiple of `block_size`. `None` means `block_size`.
@@ -45,7 +44,7 @@ class BlockSelection:
 
     @property
     def queries_per_row(self) -> int:
-        """Queries per row in prefill."""
+        """Number of queries per row in prefill."""
         return self.block_size if self.row_size is None else self.row_size
 
     def attended_pairs(
@@ -64,7 +63,7 @@ class BlockSelection:
         """
         if self.queries_per_row != self.block_size:
             return self._pairs_of_pages(first_query, num_queries)
-        if self.has_diagonal:  # nothing lies behind it
+        if self.has_diagonal:  # no listed block is after it
             diagonal = jnp.minimum(self.counts, 1)
             below = self.counts - diagonal
         else:
@@ -86,16 +85,16 @@ class BlockSelection:
     def _pairs_of_pages(
         self, first_query: Int[Array, "B I"], num_queries: Int[Array, "B I"]
     ) -> Float[Array, "B"]:
-        """`attended_pairs` of blocks that are shorter than the rows, each counted by itself.
+        """Computes `attended_pairs` for blocks that are shorter than rows.
 
-        A query at a distance `t` behind the first key of a block sees `min(t, block_size)` of it.
+        A query `t` tokens after the start of a block sees `min(t, block_size)` of its keys.
         """
         size = self.block_size
         place = jnp.arange(self.ids.shape[-1], dtype=jnp.int32)[None, None, None, :]
         start = self.ids * size
 
         def seen_before(position: Int[Array, "B I"]) -> Int[Array, "B M I P"]:
-            """Pairs of a block's keys with all queries before a position."""
+            """Pairs of each block's keys with all queries before a position."""
             behind = jnp.maximum(position[:, None, :, None] - start, 0)
             inside = jnp.minimum(behind, size)
             return inside * (inside + 1) // 2 + (behind - inside) * size
@@ -109,7 +108,7 @@ class BlockSelection:
 def causal_pairs(
     first_query: Int[Array, "*shape"], num_queries: Int[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """Pairs of queries `first .. first + n - 1` with all keys up to their own position, float32."""
+    """Counts pairs of queries `first .. first + n - 1` with all keys up to their own positions."""
     first = first_query.astype(jnp.float32)
     count = num_queries.astype(jnp.float32)
     return count * first + count * (count + 1.0) * 0.5
@@ -123,17 +122,17 @@ def block_budget(
     sink_blocks: int = 0,
     local_blocks: int = 1,
 ) -> np.ndarray:
-    """How many blocks each row keeps: `min(i+1, max(sink + local, ceil(density · (i+1))))`.
+    """Number of blocks that each row keeps.
 
-    The density is taken as the decimal that it prints as, in exact arithmetic, so that 0.1 of 30
-    blocks is 3 and every implementation agrees.
+    Row `i` keeps `min(i + 1, max(sink + local, ceil(density · (i + 1))))`. The density is used as
+    the decimal that it prints as, exactly, so that 0.1 of 30 blocks is 3 in every implementation.
 
     Args:
-      num_blocks: Rows of the table.
+      num_blocks: Number of rows.
       density: Share of the causal blocks of a row, in (0, 1].
-      top_blocks: When given, replaces `density · (i + 1)`.
-      sink_blocks: Forced first blocks.
-      local_blocks: Forced last blocks.
+      top_blocks: If given, it replaces `density · (i + 1)`.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks that are always kept.
 
     Returns:
       int32 `[num_blocks]` on the host, non-decreasing.
@@ -160,16 +159,16 @@ def select_blocks(
     block_size: int,
     row_size: int | None = None,
 ) -> BlockSelection:
-    """The `counts[i]` best causal blocks of every row, forced blocks included.
+    """Selects the `counts[i]` best causal blocks of every row, including forced blocks.
 
-    Ties go to the lower block index. Lists come out in ascending order, the diagonal last. A score
-    that is not finite (NaN or an infinity of either sign) ranks below every finite one, so that the
-    forced blocks are in the list whatever the scores are.
+    Ties go to the lower block index. Lists are in ascending order, so the diagonal is last. A score
+    that is not finite (NaN or an infinity of either sign) ranks below every finite one, so the
+    forced blocks are always in the list.
 
     Args:
       scores: Block scores of each row, float32; only their order within a row matters.
       rows: Index of the last block of each row; blocks above it are not eligible.
-      counts: Blocks to keep, at most `rows + 1` and at least the number of forced blocks.
+      counts: Number of blocks to keep, at most `rows + 1` and at least the number of forced blocks.
       sink_blocks: Number of first blocks that are always kept.
       local_blocks: Number of last blocks up to the diagonal that are always kept.
       max_count: Static upper bound of `counts`: the length `P` of the lists.
@@ -185,7 +184,7 @@ def select_blocks(
     row = rows[..., None]
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
     scores = jnp.where(scores == 0.0, 0.0, scores)  # top_k would rank 0.0 above -0.0
-    # As what lies above the diagonal, which a tie loses to: it has the higher index.
+    # Rank them like blocks above the diagonal, which lose ties by their higher index.
     scores = jnp.where(jnp.isfinite(scores), jnp.minimum(scores, _HIGHEST), -LARGEST)
     ranked = jnp.where(forced, LARGEST, scores)
     ranked = jnp.where(columns > row, -LARGEST, ranked)
@@ -208,9 +207,9 @@ def select_blocks_per_head(
     """`select_blocks` for scores that differ by head: one list for each of `M` heads.
 
     Args:
-      scores: Block scores of each head and row, float32; those that are not finite rank last.
+      scores: Block scores of each head and row, float32; scores that are not finite rank last.
       rows: Absolute block index of each row.
-      counts: Blocks that every head keeps.
+      counts: Number of blocks that every head keeps.
       sink_blocks: Number of first blocks that are always kept.
       local_blocks: Number of last blocks up to the diagonal that are always kept.
       max_count: Static upper bound of `counts`.
@@ -236,7 +235,7 @@ def select_blocks_per_head(
 def full_selection(
     rows: Int[Array, "B I"], num_blocks: int, *, block_size: int = 64
 ) -> BlockSelection:
-    """Every causal block of every row: dense attention as a block list.
+    """Lists every causal block of every row: dense attention as block indices.
 
     Args:
       rows: Absolute block index of each row.

@@ -1,7 +1,7 @@
-"""Checks of what a caller gives: one sentence each, saying what it must be and what it is.
+"""Checks of arguments; errors say in one sentence what is required and what was given.
 
-All are made once, before any tracing. Shapes and dtypes are checked; values inside arrays only
-where they are known.
+All checks run once, before tracing. They check shapes and dtypes; they check values inside arrays
+only if these are known.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 DTYPES = ("float32", "float16", "bfloat16")
-"""The types that parameters, keys and values may have."""
+"""Types that parameters, keys and values may have."""
 
 
 def describe(value: Any) -> str:
@@ -30,19 +30,19 @@ def describe(value: Any) -> str:
 
 
 def check_texts(name: str, value: Any, what: str) -> None:
-    """Raises unless `value` is a string or a sequence, which bytes are not here."""
+    """Raises unless `value` is a string or another sequence, but not bytes."""
     if isinstance(value, bytes) or not isinstance(value, Sequence):
         raise ValueError(f"{name} must be a string or a list of {what}, got {describe(value)}")
 
 
 def check_several(name: str, value: Any, what: str) -> None:
-    """Raises unless `value` is a list, a tuple or another collection, which strings are not."""
+    """Raises unless `value` is a list, a tuple or another collection, but not a string."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
         raise ValueError(f"{name} must be a list of {what}, got {describe(value)}")
 
 
 def check_integer(name: str, value: Any, *, least: int = 1, is_optional: bool = False) -> None:
-    """Raises unless `value` is an integer of at least `least`, or `None` where that is allowed."""
+    """Raises unless `value` is an integer of at least `least`, or an allowed `None`."""
     if is_optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -54,7 +54,7 @@ def check_integer(name: str, value: Any, *, least: int = 1, is_optional: bool = 
 def check_number(name: str, value: Any, interval: str) -> None:
     """Raises unless `value` is a number in an interval such as `"(0, 1]"` or `"[0, inf)"`.
 
-    Such a number decides what is compiled, so that an array, which may be traced, is refused.
+    Arrays are refused, because the number is needed at compile time and an array may be traced.
     """
     if isinstance(value, jax.Array | np.ndarray | np.generic) and not isinstance(value, float):
         kind = "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
@@ -71,10 +71,10 @@ def check_number(name: str, value: Any, interval: str) -> None:
 
 
 def check_scale(scale: Any) -> float | None:
-    """The factor of attention scores as a Python number; `None` stays, for the default.
+    """Returns the factor of attention scores as a Python number; `None` means the default.
 
     Raises:
-      ValueError: If it is traced, or not finite.
+      ValueError: If the factor is traced or not finite.
     """
     if scale is None:
         return None
@@ -85,7 +85,7 @@ def check_scale(scale: Any) -> float | None:
 
 def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises unless `value` is one of `allowed`."""
-    # Arrays compare element by element.
+    # `in` would compare arrays element by element.
     if isinstance(value, np.ndarray | jax.Array) or value not in tuple(allowed):
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
@@ -97,7 +97,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_dtype(name: str, dtype: DTypeLike) -> np.dtype:
-    """The dtype of parameters or a cache; raises unless it is one of `DTYPES`."""
+    """Returns the dtype of parameters or a cache; raises unless it is one of `DTYPES`."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -118,14 +118,15 @@ def is_known(x: Any) -> bool:
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mesh axes over which an array varies inside a `shard_map` that checks it."""
+    """Returns the mesh axes over which an array varies inside a `shard_map` with checks."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def explicit_axes(x: Any) -> tuple[str, ...]:
-    """The mesh axes of type Explicit that an array's type names: those that it is spread over.
+    """Returns the mesh axes of type Explicit over which an array is spread.
 
-    All of its mesh, if that is not the mesh of `jax.set_mesh`: constants then have other types.
+    If its mesh is not the mesh of `jax.set_mesh`, returns all its Explicit axes, because constants
+    then have other types.
     """
     is_traced = isinstance(x, jax.core.Tracer)
     if not is_traced and not isinstance(getattr(x, "sharding", None), NamedSharding):
@@ -138,7 +139,7 @@ def explicit_axes(x: Any) -> tuple[str, ...]:
 
 
 def check_auto_axes(name: str, arrays: Any) -> None:
-    """Raises for arrays with mesh axes of type Explicit, in a tree of them."""
+    """Raises if an array in a tree has mesh axes of type Explicit."""
     for x in jax.tree.leaves(arrays):
         if axes := explicit_axes(x):
             raise ValueError(
@@ -149,7 +150,7 @@ def check_auto_axes(name: str, arrays: Any) -> None:
 
 
 def check_integers(name: str, x: Any, shape: str, num_axes: int) -> None:
-    """Raises unless `x` is an array of integers with so many axes; `shape` names them."""
+    """Raises unless `x` is an array of integers with `num_axes` axes; `shape` names them."""
     if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
         raise ValueError(f"{name} must be an integer array {shape}, got {describe(x)}")
     if x.ndim != num_axes or not jnp.issubdtype(x.dtype, jnp.integer):
@@ -172,16 +173,16 @@ def check_per_sequence(name: str, x: Any, batch: int) -> None:
 
 
 def check_lengths(lengths: Any, batch: int, num_tokens: int, of: str) -> Any:
-    """Tokens of each of `batch` sequences as an int32 array, all `num_tokens` by default.
+    """Returns the lengths of `batch` sequences as an int32 array; by default all `num_tokens`.
 
     Args:
-      lengths: What the caller gave, or `None`.
-      batch: Sequences.
-      num_tokens: Most tokens of one.
-      of: The argument with these tokens.
+      lengths: The argument, or `None`.
+      batch: Number of sequences.
+      num_tokens: Maximum length of a sequence.
+      of: Name of the argument with the tokens.
 
     Raises:
-      ValueError: If `lengths` is no array of integers `[B]`, or known and out of its range.
+      ValueError: If `lengths` is not an array of integers `[B]`, or known and out of range.
     """
     if lengths is None:
         return jnp.full((batch,), num_tokens, jnp.int32)
@@ -204,12 +205,12 @@ def check_lengths(lengths: Any, batch: int, num_tokens: int, of: str) -> Any:
 
 
 def check_vocabulary(tokens: Any, lengths: Any, vocab_size: int) -> None:
-    """Raises for a token id outside the vocabulary, where ids and lengths are known.
+    """Raises if ids and lengths are known and an id is outside the vocabulary.
 
     Args:
-      tokens: Ids `[B, T]`, or `[B]` with `lengths=None`; padding may hold anything.
-      lengths: Tokens of each sequence.
-      vocab_size: Ids that there are.
+      tokens: Ids `[B, T]`, or `[B]` with `lengths=None`; padding may have any values.
+      lengths: Number of tokens of each sequence.
+      vocab_size: Number of ids.
     """
     if not is_known(tokens) or not (lengths is None or is_known(lengths)):
         return
@@ -228,7 +229,7 @@ def check_vocabulary(tokens: Any, lengths: Any, vocab_size: int) -> None:
 
 
 def check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:
-    """Checks shapes and dtypes of one attention; returns the batch size and the query tokens."""
+    """Checks shapes and dtypes of attention; returns the numbers of sequences and queries."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not hasattr(x, "dtype") or not hasattr(x, "ndim"):
             raise ValueError(f"{name} must be an array of floating point, got {describe(x)}")
@@ -261,13 +262,13 @@ def check_qkv(query: Any, key: Any, value: Any, layer: Any) -> tuple[int, int]:
 
 
 def check_not_empty(name: str, x: Any) -> None:
-    """Raises for an array without entries."""
+    """Raises if an array is empty."""
     if 0 in x.shape:
         raise ValueError(f"{name} must have no axis of size 0, got shape {x.shape}")
 
 
 def check_heads(num_heads: Any, num_kv_heads: Any) -> None:
-    """Raises unless there are heads and as many query heads for each key/value head."""
+    """Raises unless both numbers are positive and `num_kv_heads` divides `num_heads`."""
     check_integer("num_heads", num_heads)
     check_integer("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:

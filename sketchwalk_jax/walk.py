@@ -1,18 +1,18 @@
 """The sketch-determined walk (arXiv:2602.07397, section 2.3, equation 1; Algorithm 1 step 6).
 
-`R_0 = W_0`, `R_k = R_{k-1} W_k`. Row `i` of `R_k` depends on row `i` of `R_{k-1}` and on `W_k`
-alone, so rows may be computed in any grouping: a whole prompt, a chunk, or the single row of the
-token being decoded. A row without a positive entry selects by its scores.
+`R_0 = W_0`, `R_k = R_{k-1} W_k`. Row `i` of `R_k` depends only on row `i` of `R_{k-1}` and on
+`W_k`, so rows may be computed in any grouping: a whole prompt, a chunk, or the single row of a
+decoded token. A row without a positive entry selects by its scores.
 
-Scores are masked *before* the product (`W` is block-lower-triangular). Rows of `W` are kept at
-their own power of two, whose exponent re-enters when the row is multiplied; rows of `R` are
-rescaled by powers of two, which no selection can see. Nothing overflows, however many layers there
-are, and both use the upper end of float32's range, so that small entries survive as long as they
-can: an entry that underflows may be large again a few layers later.
+Scores are masked *before* the product (`W` is block-lower-triangular). Each row of `W` is scaled by
+a power of two, whose exponent is applied when the row is multiplied; rows of `R` are rescaled by
+powers of two, which change no selection. So nothing overflows with any number of layers. Both use
+the upper end of float32's range, so that small entries survive as long as possible: an entry that
+underflows might have been large again a few layers later.
 
-A score that is not finite is no entry: transitions count it as zero. So a token whose key or query
-is NaN or infinite, or whose score overflows, never reaches the rows before its block, where it
-would stand in the product as zero times NaN.
+Scores that are not finite count as zero in transitions. So a token whose key or query is NaN or
+infinite, or whose score overflows, never affects the rows before its block, where the product would
+otherwise contain zero times NaN.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from sketchwalk_jax.scaled import (
 
 Precision = jax.lax.PrecisionLike
 HIGHEST = jax.lax.Precision.HIGHEST
-# Panels of columns in a product with a triangular matrix, and the least size worth dividing.
+# Number of column panels in a product with a triangular matrix, and the smallest size to divide.
 _PANELS = 4
 _LEAST_PANELLED = 1024
 
@@ -42,7 +42,7 @@ _LEAST_PANELLED = 1024
 @register
 @dataclasses.dataclass(frozen=True)
 class WalkState:
-    """The state that the walk carries from layer to layer: the block scores combined so far.
+    """State that the walk carries from layer to layer: the block scores combined so far.
 
     Attributes:
       scores: Rows of `R_k`, float32 `[B, I, J]`: a score of every key block for every query block.
@@ -54,11 +54,11 @@ class WalkState:
     scores: Float[Array, "B I J"]
     layers: Int[Array, ""]
 
-    is_new = False  # no field: what goes through a transformation is what its arrays say
+    is_new = False  # not a field, so transformations drop it
 
     @classmethod
     def zeros(cls, batch: int, num_rows: int, num_blocks: int) -> "WalkState":
-        """The walk before the first sparse layer.
+        """Makes the walk before the first sparse layer.
 
         Args:
           batch: Number of sequences `B`.
@@ -73,7 +73,7 @@ class WalkState:
 
 
 def causal_mask(num_blocks: int) -> Bool[Array, "J J"]:
-    """Which blocks each block may see."""
+    """Marks the blocks that each block may see."""
     index = jnp.arange(num_blocks, dtype=jnp.int32)
     return index[None, :] <= index[:, None]
 
@@ -81,7 +81,7 @@ def causal_mask(num_blocks: int) -> Bool[Array, "J J"]:
 def _counting(
     scores: Float[Array, "B J J"], causal: Bool[Array, "J J"], *, rectify: bool
 ) -> Float[Array, "B J J"]:
-    """Scores that enter a power transition; zero above the diagonal and where not finite."""
+    """Prepares scores for a power transition: zero above the diagonal or if not finite."""
     counts = causal[None] & jnp.isfinite(scores)
     scores = jnp.maximum(scores, 0.0) if rectify else scores
     return jnp.where(counts, scores, 0.0)
@@ -90,11 +90,11 @@ def _counting(
 def power_transition(
     scores: Float[Array, "B J J"], causal: Bool[Array, "J J"], *, exponent: int, rectify: bool
 ) -> tuple[Float[Array, "B J J"], Int[Array, "B J"]]:
-    """`W = A ** s` element-wise (or `max(A, 0) ** s`), each row at its own power of two.
+    """Computes `W = A ** s` element-wise (or `max(A, 0) ** s`), each row at its own power of two.
 
     Args:
-      scores: Block scores `A`; those that are not finite count as zero.
-      causal: Mask of the entries that exist.
+      scores: Block scores `A`; scores that are not finite count as zero.
+      causal: Mask of the causal entries.
       exponent: The power `s`.
       rectify: Whether negative scores count as zero (`relu_power`).
 
@@ -113,9 +113,9 @@ def power_transition(
 def softmax_transition(
     scores: Float[Array, "B J J"], causal: Bool[Array, "J J"]
 ) -> Float[Array, "B J J"]:
-    """`P`, the causal row softmax of `A` over its finite scores.
+    """Computes `P`, the causal row softmax of `A` over its finite scores.
 
-    Rows sum to one, or are zero where no score is finite.
+    Rows sum to one, or are zero if no score is finite.
     """
     counts = causal[None] & jnp.isfinite(scores)
     shares = jax.nn.softmax(jnp.where(counts, scores, -LARGEST), axis=-1)
@@ -123,7 +123,7 @@ def softmax_transition(
 
 
 def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
-    """Rescales each row by a power of two, its largest entry to `[1, 2) · 2^STATE_EXPONENT`."""
+    """Scales each row by a power of two, its largest entry to `[1, 2) · 2^STATE_EXPONENT`."""
     exponent = floor_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
     shift = jnp.where(exponent == NO_EXPONENT, 0, STATE_EXPONENT - exponent)
     return times_power_of_two(x, shift)
@@ -132,9 +132,9 @@ def _normalize_rows(x: Float[Array, "B I J"]) -> Float[Array, "B I J"]:
 def _times_triangular(
     left: Float[Array, "B I J"], lower: Float[Array, "B J J"], precision: Precision
 ) -> Float[Array, "B I J"]:
-    """`left @ lower` at float32's accuracy, without the zeros above the diagonal of `lower`.
+    """Computes `left @ lower` in float32 accuracy, skipping zeros above the diagonal of `lower`.
 
-    Panels of columns: `sum_m left[:, m] lower[m, j]` begins at the panel's first `j`.
+    It uses panels of columns: `sum_m left[:, m] lower[m, j]` starts at the panel's first `j`.
     """
     num_blocks = lower.shape[-1]
     width = num_blocks // _PANELS if num_blocks >= _LEAST_PANELLED else num_blocks
@@ -154,15 +154,15 @@ def _times_triangular(
 def _scale_columns(
     state: Float[Array, "B I J"], log2_scale: Int[Array, "B J"], *, exponent: int
 ) -> Float[Array, "B I J"]:
-    """Rows of `R` times the scale of `W`'s rows, each at its own power of two.
+    """Multiplies rows of `R` by the scales of `W`'s rows, each at its own power of two.
 
     Args:
       state: Rows of `R`; zero above the diagonal.
-      log2_scale: Exponents of the scale of `W`'s rows.
-      exponent: The power `s` of the transition, on which the room for the product depends.
+      log2_scale: Exponents of the scales of `W`'s rows.
+      exponent: The power `s` of the transition, which determines the headroom of the product.
 
     Returns:
-      The scaled rows, for the product with `W` without its scale.
+      The scaled rows, for the product with the unscaled `W`.
     """
     term = jnp.where(state == 0.0, NO_EXPONENT, floor_log2(state) + log2_scale[:, None, :])
     largest = jnp.max(term, axis=-1, keepdims=True)
@@ -178,17 +178,17 @@ def walk_product(
     exponent: int,
     precision: Precision = HIGHEST,
 ) -> Float[Array, "B I J"]:
-    """Rows of `R W` up to a power of two per row, where `W[m] = 2^log2_scale[m] · weights[m]`.
+    """Computes rows of `R W` up to powers of two, where `W[m] = 2^log2_scale[m] · weights[m]`.
 
-    The scale of `W`'s rows is moved into `R` relative to the largest product of the row. Only
-    entries `m` at which `R[i, m]` is not zero enter, hence only rows `m <= i`.
+    The scales of `W`'s rows are moved into `R`, relative to the largest product of the row. Only
+    entries `m` with nonzero `R[i, m]` contribute, so only rows `m <= i`.
 
     Args:
       state: Rows of `R`; zero above the diagonal.
-      weights: Rows of `W` without their scale.
-      log2_scale: Exponents of that scale.
+      weights: Rows of `W` without their scales.
+      log2_scale: Exponents of these scales.
       exponent: The power `s` of the transition.
-      precision: Of the matrix product; it must be as accurate as float32.
+      precision: Precision of the matrix product; it must be as accurate as float32.
 
     Returns:
       The product, each row rescaled to the top of float32's range (or all zero).
@@ -213,22 +213,22 @@ def walk_step(
     beta: float | None,
     precision: Precision = HIGHEST,
 ) -> tuple[Float[Array, "B I J"], WalkState]:
-    """One layer of the walk (equation 1), for the rows in hand.
+    """Computes one layer of the walk (equation 1) for some rows.
 
     Args:
       walk: State after the previous sparse layer.
-      scores: This layer's block scores `A`, all rows that the rows in hand can reach; those that
-        are not finite count as none.
-      rows: Absolute block index of each row in hand.
+      scores: This layer's block scores `A`, for all blocks that these rows can reach; scores that
+        are not finite are ignored.
+      rows: Absolute block index of each of these rows.
       transition: `"power"`, `"relu_power"` or `"softmax"`.
       exponent: The power of the power transitions.
-      walk_degree: Steps taken in this layer.
+      walk_degree: Number of walk steps in this layer.
       beta: `None` for `R ← R W`; otherwise `X ← (1 - β) P + β X P`.
-      precision: Of the walk's matrix products, which must be as accurate as float32.
+      precision: Precision of the walk's matrix products; it must be as accurate as float32.
 
     Returns:
-      The scores that select (rows of `R_k`; where such a row has no positive entry, the row of
-      `A`), and the state for the next layer, which is finite.
+      The scores that select (rows of `R_k`; for rows without a positive entry, the row of `A`), and
+      the state for the next layer, which is finite.
     """
     causal = causal_mask(scores.shape[-1])
     first = walk.layers == 0
