@@ -26,7 +26,7 @@ from sketchwalk_jax.validation import check_choice, describe
 
 _BOTH = "both"
 _TABLE = Path(__file__).with_name("break_even.json")
-# Largest ratio, either way, between a model's width and the measured width that stands for it.
+# Largest ratio, either way, between a model's width and a measured width that applies to it.
 _MOST_TIMES = 4
 
 
@@ -70,7 +70,7 @@ class BreakEven:
     def pays(self, tokens: int) -> bool | None:
         """Whether the policy is no slower than dense attention; `None` at unmeasured lengths.
 
-        If the policy is expected to be slower at all measured lengths, so it is at longer ones.
+        If it is expected to be slower at all measured lengths, it is also at longer lengths.
         """
         if self.tokens is not None:
             return tokens >= self.tokens
@@ -105,8 +105,8 @@ class Auto:
     with a cache continues with the policy that the cache was made for.
 
     A break-even applies to a call if it has the same device, policy and block size. Its density is
-    the smallest measured one that is not below that of the policy. Its batch is the largest
-    measured one that is not above that of the call. Its width is the nearest one within a factor of
+    the smallest measured one that is not below the policy's. Its batch is the largest
+    measured one that is not above the call's. Its width is the nearest one within a factor of
     four; an expected break-even may have any width. If no break-even applies, or the model is on
     several devices, the sparse policy runs as requested, and `Choice.reasons` says "no
     measurement".

@@ -1,8 +1,8 @@
 """Checks of a call's arguments: parameters, cache and tokens, against model and policy.
 
 They run once per call, before tracing. They compare shapes and dtypes, which are known even under
-the caller's `jit`. Of values they read only a few, if known: token ids, lengths, and how full a
-cache is.
+the caller's `jit`. They read only few values, if known: token ids, lengths, and the fill of a
+cache.
 """
 
 import dataclasses

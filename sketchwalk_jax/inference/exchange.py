@@ -54,11 +54,11 @@ class Piece(NamedTuple):
     """Consecutive query blocks of the span, for which the policy selects in one call.
 
     Attributes:
-      span: Their tokens.
+      span: Tokens of the query blocks.
       start: Position of the first token; `None` for 0.
-      query: Their queries.
+      query: Queries of the tokens.
       seen_query: Queries that the policy sees.
-      walk: Their part of the walk.
+      walk: The query blocks' part of the walk.
     """
 
     span: Span

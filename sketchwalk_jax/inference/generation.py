@@ -792,7 +792,7 @@ class Stream(Iterator[StreamChunk]):
             return self._chunk(no_tokens, 0, first_rows(selection, call.num_rows))
         if not self._left or self._is_done:
             raise StopIteration
-        # Return the first token alone, as early as possible.
+        # Return the first token as early as possible, in its own chunk.
         is_first = self._left == call.max_new_tokens
         count = min(1 if is_first else self._every, self._left)
         limit = jnp.asarray(count, jnp.int32)

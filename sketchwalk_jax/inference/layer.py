@@ -232,7 +232,7 @@ def select_whole(
     Args:
       policies: Policies with the same statistics, which the first policy computes for all.
       query: Queries of all tokens, in whole blocks.
-      key: Their keys.
+      key: Keys of all tokens.
       walks: The walk of each policy.
       span: The tokens.
       kernel_config: Settings of the policies' kernels, or `None` for plain JAX.

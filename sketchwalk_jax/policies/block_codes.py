@@ -9,7 +9,7 @@ for each channel that the scores use. Half of the channels at four bits take a s
 bytes of keys and values in bfloat16. The zero point holds what all keys of a block share (in real
 models most of some channels), so four bits suffice. Scales are powers of two, so that `step · code`
 is exact in eight-bit floating point, for tensor cores. Quantized values depend only on their
-block's keys: those of a complete block never change, in whatever chunks the tokens came.
+block's keys, so a complete block never changes, for any division of tokens into chunks.
 """
 
 import dataclasses

@@ -80,7 +80,7 @@ class RecommendedConfig(ScorePolicy):
       min_tokens: Minimum number of keys that a row keeps, if there are as many.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
-      early_representatives: Pairs `(tokens, count)`: rows that begin before so many tokens have at
+      early_representatives: Pairs `(tokens, count)`: rows that begin before token `tokens` have at
         least `count` representatives, since budgets are small there.
       exponent: Order of the norm over heads and queries, at most 8. With 1 it adds their softmax
         weights; a large value approaches the maximum.
@@ -493,7 +493,7 @@ class RecommendedConfig(ScorePolicy):
         """Keeps the pages with the highest scores, up to the budget of a sparse layer.
 
         Args:
-          evidence: Score of every page for every row, with the walk.
+          evidence: Page score of every page for every row, including the walk.
           last: The last page of each row: of its block, or the decoded token's page.
           index: Index of the layer among the sparse layers.
           is_token: Whether a row is a decoded token.
