@@ -125,8 +125,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 def explicit_axes(x: Any) -> tuple[str, ...]:
     """Returns the mesh axes of type Explicit over which an array is spread.
 
-    If its mesh is not the mesh of `jax.set_mesh`, returns all its Explicit axes, because constants
-    then have other types.
+    If `jax.set_mesh` set another mesh, returns all such axes: constants then have other types.
     """
     is_traced = isinstance(x, jax.core.Tracer)
     if not is_traced and not isinstance(getattr(x, "sharding", None), NamedSharding):

@@ -65,8 +65,7 @@ def on_auto_axes(specs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
     XLA then divides the function's operations among the devices. Without such axes it does nothing.
 
     Args:
-      specs: Function that returns the results' partition specs, given the arguments' specs and
-        the options.
+      specs: Function from the arguments' partition specs and the options to the results' specs.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,8 +230,7 @@ def _first_lost(
 
     Some queries of a row do not see all of the row's own block, and a weight of 0 does not remove
     NaN. Queries that see any value from this position on also see this value. So values from here
-    on can be set to 0, and the outputs of queries from here on to NaN. Queries see other listed
-    blocks whole.
+    on can be set to 0, and outputs of queries from here on to NaN. Other listed blocks are whole.
 
     Args:
       value: Values by block.

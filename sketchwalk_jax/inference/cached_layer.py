@@ -58,8 +58,7 @@ class LayerSettings:
       kernel_config: Tile sizes, or `None` for the defaults.
       return_selection: Whether the selected blocks are returned.
       placement: Placement of the model on a mesh, or `None` on one device.
-      on_one_device: Whether the model is known to be on one device. Default: whether JAX has only
-        one.
+      on_one_device: Whether the model is known to be on one device. Default: if JAX has one only.
 
     Raises:
       ValueError: If an option is unknown, or two contradict each other.
@@ -106,8 +105,7 @@ class LayerSettings:
     def _row_kernels(self, what: str) -> KernelConfig | None:
         """Settings of kernels for one token, or `None` to use XLA.
 
-        These kernels need all weights and caches on this device, or a placement that says how they
-        are spread.
+        These kernels need all weights and caches on this device, or a placement of their parts.
         """
         given = self.implementation, self.kernel_config
         if self.placement is not None:

@@ -1,7 +1,6 @@
 """Keys quantized to four bits relative to a zero point per block, and page scores from them.
 
-A block of keys is stored as a zero point (`centre`) and, for each key, small integers (`code`)
-times a power of two as the scale (`step`):
+A block is stored as a zero point (`centre`), a scale (`step`) and one integer per key (`code`):
 
     k_s ≈ centre + step · code_s,   code_s in -7 .. 7
 
