@@ -1,4 +1,4 @@
-"""Which implementation of block-sparse attention runs on which device."""
+"""The device decides which implementation of block-sparse attention runs."""
 
 import dataclasses
 import itertools

@@ -72,7 +72,7 @@ def compile_program(function, *arguments, donated: tuple[int, ...] = ()):
 
 
 def buffers(compiled) -> Iterator[tuple[str, int]]:
-    """Returns dtype and number of elements of all arrays that a program writes to memory.
+    """Yields dtype and number of elements of all arrays that a program writes to memory.
 
     Instructions inside fusions do not count: their results stay in registers.
     """
