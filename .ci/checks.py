@@ -1,4 +1,4 @@
-"""Which test modules a change can break: a hash of what each module reaches.
+"""Finds the test modules that a change can break, by a hash of the code that each module reaches.
 
     python .ci/checks.py                       # the stale modules, the nearest to the change first
     python .ci/checks.py --all                 # all modules
@@ -6,17 +6,17 @@
     python .ci/checks.py --record [MODULE ...] # writes the hashes of modules that passed
     python .ci/checks.py --slowest FILE ...    # the ten slowest modules in junit files of pytest
 
-A line of the plan says of a module whether it has `long` variants, whether the emulator runs it
+The plan has a line per module: whether it has `long` variants, whether the emulator runs it
 (`emulated`), and which changed files it reaches.
 
-A module is stale if its hash is not the one in .ci/checked.json. The hash covers the module, each
-definition of the project (a function, a class or a constant at the top of a file) that it reaches
-by name, directly or not, each script or data file that a test or a script names, and the versions
-that pyproject.toml allows. Comments, docstrings and formatting do not count.
+A module is stale if its hash differs from the one in .ci/checked.json. The hash covers the module,
+each definition of the project (a top-level function, class or constant) that it reaches by name,
+directly or not, each script or data file that a test or a script names, and the versions that
+pyproject.toml allows. Comments, docstrings and formatting do not count.
 
-A module whose tests run no kernel does not reach kernels through imports inside functions, which is
-how the package imports them. `tests/conftest.py` refuses a kernel in a test without the marker
-`interpreted`, so that this holds.
+The package imports kernels inside functions. A module whose tests run no kernel does not follow
+these imports; `tests/conftest.py` makes this safe: it refuses a kernel in a test without the marker
+`interpreted`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / ".ci" / "checked.json"
 
-# Their kernels also run as compiled for Hopper, in the emulator of tests/ptx.
+# Test modules whose kernels the emulator of tests/ptx also runs as compiled for Hopper.
 EMULATED = (
     "decode_matmul_kernel",
     "attention_kernel",
@@ -59,20 +59,20 @@ EMULATED = (
 _PACKAGE = "sketchwalk_jax"
 _KERNELS = "pallas_kernels"
 _FOLDERS = (_PACKAGE, _KERNELS, "models", "tests", "benchmarks", "training")
-_SCRIPTS = ("tests", "benchmarks", "training")  # which start programs and read files by name
+_SCRIPTS = ("tests", "benchmarks", "training")  # they start programs and read files by name
 _IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w., ]+)|import ([\w.]+))", re.M)
-_WHOLE, _TOP = "*", ""  # all of a file; the statements that its import runs
+_WHOLE, _TOP = "*", ""  # a whole file; the statements that its import runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A definition at the top of a file, all of the file, or what its import runs."""
+    """A top-level definition of a file, a whole file, or the statements that its import runs."""
 
     path: Path
     name: str
 
     def __str__(self) -> str:
-        """Names it by its path in the project."""
+        """Returns the file's path in the project, and the definition."""
         return _relative(self.path) + (f":{self.name}" if self.name else "")
 
 
@@ -83,11 +83,11 @@ def _relative(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A file of Python by its parts.
+    """The definitions and imports of a Python file.
 
     Attributes:
-      imports: Dotted names that the names imported at its top stand for.
-      parts: Statements of each definition, by name; under `""` the others.
+      imports: The dotted name behind each imported name.
+      parts: The statements of each definition, by name; the other statements under `""`.
     """
 
     imports: dict[str, str]
@@ -103,9 +103,9 @@ def _read(path: Path) -> Source:
             imports |= _bound(node)
             continue
         if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
-            parts["__main__"] = [node]  # which an import does not run
+            parts["__main__"] = [node]  # an import does not run it
             continue
-        if isinstance(node, ast.If):  # for type checkers alone
+        if isinstance(node, ast.If):  # `if TYPE_CHECKING`: only its imports count
             for inner in ast.walk(node):
                 if isinstance(inner, ast.ImportFrom):
                     imports |= _bound(inner)
@@ -116,7 +116,7 @@ def _read(path: Path) -> Source:
 
 
 def _bound(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
-    """The local names that an import makes, and the dotted names that they stand for."""
+    """Returns the local names that an import binds, with their dotted names."""
     if isinstance(node, ast.Import):
         tops = [(x.asname or x.name.partition(".")[0], x) for x in node.names]
         return {own: x.name if x.asname else own for own, x in tops}
@@ -126,7 +126,7 @@ def _bound(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """The names that a statement at the top of a file defines."""
+    """Returns the names that a top-level statement defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Assign):
@@ -141,7 +141,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 @functools.cache
 def _tracked() -> dict[str, Path]:
-    """Files of the project by their path in it."""
+    """Returns the project's files by their path in it."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard")
     return {name: ROOT / name for name in listed if (ROOT / name).is_file()}
 
@@ -153,17 +153,17 @@ def _git(*arguments: str) -> list[str]:
 
 @functools.cache
 def _by_last_name() -> dict[str, list[Path]]:
-    """What code may name as strings: a file or a folder by the last part of its path, if unique."""
+    """Returns the files or folders that code can name by the last part of their path, if unique."""
     found: dict[str, dict[Path, list[Path]]] = {}
     for name, path in _tracked().items():
         if not name.startswith((".", "docs/")) and path.suffix not in {".md", ".png"}:
             found.setdefault(path.name, {})[path] = [path]
             for folder in Path(name).parents[:-2]:
-                # Benchmarks write there. Tables are made of it, whose tests always run.
+                # Benchmarks write here; tests of the tables that are made of it always run.
                 if folder == Path("benchmarks/results"):
                     continue
                 found.setdefault(folder.name, {}).setdefault(ROOT / folder, []).append(path)
-    # A folder of code has an ordinary word for its name, and its files are imported.
+    # Skip folders of code: their names are ordinary words, and their files are imported anyway.
     data = {
         last: {one: files for one, files in paths.items() if one.is_file() or not _has_code(files)}
         for last, paths in found.items()
@@ -177,11 +177,11 @@ def _has_code(files: list[Path]) -> bool:
 
 @functools.cache
 def _file_of(name: str) -> Path | None:
-    """The file of a module of the project; None for others."""
+    """Returns the file of a module of the project, or None for other modules."""
     parts = name.split(".")
     if parts[0] == _PACKAGE and len(parts) > 1 and parts[1] in {"models", _KERNELS}:
         parts = parts[1:]
-    # A file of tests/, benchmarks/ or training/ is imported by its own name.
+    # Scripts import a file of tests/, benchmarks/ or training/ by its bare name.
     for folder in ("", *_SCRIPTS):
         base = ROOT.joinpath(*filter(None, [folder]), *parts)
         for path in (base.with_suffix(".py"), base / "__init__.py"):
@@ -191,19 +191,19 @@ def _file_of(name: str) -> Path | None:
 
 
 def _resolve(name: str) -> Iterator[Part]:
-    """The part of the project that a dotted name stands for, if any."""
+    """Yields the part of the project that a dotted name stands for, if any."""
     words = name.split(".")
     for size in range(len(words), 0, -1):
         path = _file_of(".".join(words[:size]))
         if path is None:
             continue
         if size == len(words):
-            # The front of a package may bind the name of a module to a function.
+            # `__init__.py` of a package may bind a module's name to a function.
             front = _file_of(name.rpartition(".")[0]) if size > 1 else None
             bound = _read(front).imports.get(words[-1], name) if front else name
             if bound != name:
                 yield from _resolve(bound)
-            else:  # the module itself, of which anything may be used
+            else:  # the module itself: its user may use anything in it
                 yield Part(path, _WHOLE if path.name != "__init__.py" else _TOP)
             return
         source, own = _read(path), words[size]
@@ -219,8 +219,8 @@ def _resolve(name: str) -> Iterator[Part]:
 
 
 def _named(text: str) -> Iterator[Part]:
-    """The files that a string names: by path, by last name, as `python -m` or inside code."""
-    if text.endswith(".md"):  # pages are for the tests that always run
+    """Yields the files that a string names: by path, last name, `python -m` or inside code."""
+    if text.endswith(".md"):  # tests of pages always run
         return
     if text in _tracked():
         yield Part(_tracked()[text], _WHOLE)
@@ -237,7 +237,7 @@ def _named(text: str) -> Iterator[Part]:
 
 
 def _dotted(node: ast.AST) -> list[str]:
-    """The names of `a.b.c`; empty where it does not begin with a name."""
+    """Returns the parts of `a.b.c`, or nothing where it does not begin with a name."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -247,7 +247,7 @@ def _dotted(node: ast.AST) -> list[str]:
 
 @functools.cache
 def _references(part: Part, with_kernels: bool) -> tuple[Part, ...]:
-    """The parts that a part uses by name."""
+    """Yields the parts that a part uses by name."""
     if part.path.suffix != ".py":
         return ()
     source, top = _read(part.path), _relative(part.path).partition("/")[0]
@@ -256,7 +256,7 @@ def _references(part: Part, with_kernels: bool) -> tuple[Part, ...]:
     else:
         statements = source.parts[part.name]
     found: dict[Part, None] = {Part(part.path, _TOP): None}
-    late: dict[str, str] = {}  # imported inside functions
+    late: dict[str, str] = {}  # names that are imported inside functions
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -293,14 +293,14 @@ _CONFTEST = ROOT / "tests" / "conftest.py"
 
 
 def _fixture(name: str) -> Iterator[Part]:
-    """The fixture of tests/conftest.py that an argument of a test stands for."""
+    """Returns the fixture of tests/conftest.py that a test's argument names."""
     if name in _read(_CONFTEST).parts:
         yield Part(_CONFTEST, name)
 
 
 @functools.cache
 def _everywhere() -> tuple[Part, ...]:
-    """What every test module runs with."""
+    """Returns the parts that every test module runs with."""
     found = [Part(_CONFTEST, _TOP), Part(ROOT / "tests" / "runtime_checks.py", _WHOLE)]
     for name, nodes in _read(_CONFTEST).parts.items():
         decorators = [x for node in nodes for x in getattr(node, "decorator_list", ())]
@@ -311,38 +311,38 @@ def _everywhere() -> tuple[Part, ...]:
 
 @functools.cache
 def _marks(module: Path) -> set[str]:
-    """The attributes and names that the code of a test module uses, markers among them."""
+    """Returns the attributes and names that a test module's code uses, markers included."""
     nodes = list(ast.walk(ast.parse(module.read_text(encoding="utf-8"))))
     marks = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     return marks | {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def is_emulated(module: Path) -> bool:
-    """Whether the module also runs in the emulator."""
+    """Says whether the module also runs in the emulator."""
     return module.stem.removeprefix("test_") in EMULATED
 
 
 def has_long_variants(module: Path) -> bool:
-    """Whether a change must run more of the module than the default tests."""
-    markers = {"slow", "slow_unless", "cases_of"}  # the last one of tests/compiling.py
+    """Says whether the module has tests beyond the default ones that a change must run."""
+    markers = {"slow", "slow_unless", "cases_of"}  # `cases_of` of tests/compiling.py adds `slow`
     return bool(_marks(module) & markers) or is_emulated(module)
 
 
 def test_modules() -> list[Path]:
-    """All test modules of the project."""
+    """Returns all test modules of the project."""
     return sorted(ROOT.glob("tests/test_*.py"))
 
 
 @functools.cache
 def reach(module: Path) -> dict[Part, int]:
-    """The parts that a test module reaches, with their distance from it in steps."""
+    """Returns the parts that a test module reaches, with their distance from it in steps."""
     runs_kernels = bool(_marks(module) & {"interpreted", "hopper"})
     start = [Part(module, _WHOLE), *_everywhere()]
     if is_emulated(module):
         start.append(Part(ROOT / "tests" / "compiled_kernels.py", _WHOLE))
     found = dict.fromkeys(start, 0)
     waiting = list(found)
-    for part in waiting:  # which grows
+    for part in waiting:  # the loop appends to it
         for other in _references(part, runs_kernels):
             if other not in found:
                 found[other] = found[part] + 1
@@ -352,7 +352,7 @@ def reach(module: Path) -> dict[Part, int]:
 
 @functools.cache
 def _digest(part: Part) -> bytes:
-    """The hash of a part without what changes no result: comments, docstrings, formatting."""
+    """Hashes a part without its comments, docstrings and formatting, which change no result."""
     if part.path.suffix != ".py":
         return hashlib.sha256(part.path.read_bytes()).digest()
     source = _read(part.path)
@@ -371,7 +371,7 @@ def _without_docstrings(node: ast.stmt) -> ast.stmt:
 
 @functools.cache
 def _versions() -> bytes:
-    """The versions of other packages that the project is tested with."""
+    """Returns the versions of other packages that the project is tested with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     parts = [
         project["project"]["dependencies"],
@@ -383,7 +383,7 @@ def _versions() -> bytes:
 
 
 def hash_of(module: Path) -> str:
-    """The hash of what a test module reaches."""
+    """Hashes everything that a test module reaches."""
     hashed = hashlib.sha256(_versions())
     for part in sorted(reach(module), key=str):
         hashed.update(str(part).encode() + b"\0" + _digest(part))
@@ -391,12 +391,12 @@ def hash_of(module: Path) -> str:
 
 
 def recorded() -> dict[str, str]:
-    """The hashes of modules by name, when they last passed."""
+    """Returns the hash of each module, by name, when it last passed."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
 def record(modules: Iterable[Path]) -> None:
-    """Writes down that these modules passed as they are, and drops those that are gone."""
+    """Records that these modules passed as they are now, and drops removed modules."""
     known = recorded() | {module.stem: hash_of(module) for module in modules}
     names = {module.stem for module in test_modules()}
     kept = {name: known[name] for name in sorted(known) if name in names}
@@ -404,7 +404,7 @@ def record(modules: Iterable[Path]) -> None:
 
 
 def changed() -> set[Path]:
-    """The files that differ from the commit that last wrote the record, as git sees it."""
+    """Returns the files that differ from the last commit that changed the record."""
     try:
         commit = _git("log", "-1", "--format=%H", "--", str(RECORD))
     except subprocess.CalledProcessError:  # before the first commit
@@ -415,7 +415,7 @@ def changed() -> set[Path]:
 
 
 def stale() -> dict[Path, list[str]]:
-    """The modules whose hash is not the recorded one, the nearest to a change first; and why."""
+    """Returns the stale modules, nearest to a change first, and the changed files they reach."""
     known, files, found = recorded(), changed(), []
     for module in test_modules():
         if known.get(module.stem) == hash_of(module):
@@ -428,7 +428,7 @@ def stale() -> dict[Path, list[str]]:
         names = [_relative(path) for path in why]
         if module.stem not in known:
             names.insert(0, "never recorded")
-        # First modules with the name of a changed file; of those as near, what reaches little.
+        # Modules named after a changed file first, then the nearest, then those that reach little.
         is_other = not any(path.stem.strip("_") in module.stem for path in near)
         order = (is_other, min(near.values(), default=99), len(reach(module)))
         found.append((order, module, names or ["versions"]))
@@ -436,7 +436,7 @@ def stale() -> dict[Path, list[str]]:
 
 
 def slowest(files: Iterable[Path], count: int = 10) -> list[tuple[str, float]]:
-    """The modules whose tests took longest, over all runs that pytest reported, in seconds."""
+    """Returns the modules whose tests took longest, in seconds, summed over pytest's reports."""
     seconds: Counter[str] = Counter()
     for file in files:
         for case in ElementTree.parse(file).iter("testcase"):

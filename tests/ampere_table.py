@@ -1,18 +1,18 @@
-"""The code that `ptxas` makes of the kernels for GPUs from Ampere on, which `report.py` shows.
+"""Measures the machine code of the kernels for GPUs from Ampere on; `report.py` shows the table.
 
     python tests/ampere_table.py [--out benchmarks/results/ampere_code.json]
 
-Takes an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`, and no GPU. Of each GPU and
-shape: registers, bytes of spills and of shared memory, programs of a multiprocessor at a time and
-what allows no more, and instructions of a warp for 64 keys in the inner loop, without the branch of
-masked steps, beside those that multiply, which no code can do without.
+Needs an environment with JAX's CUDA plugin, `ptxas` and `nvdisasm`, but no GPU. Each row has, for
+one GPU and shape: registers, bytes of spills and of shared memory, thread blocks per multiprocessor
+and the resource that limits them, and a warp's instructions for 64 keys in the inner loop (without
+the branch of masked steps), with the number of them that multiply, the lower bound.
 
-Of decode, whose warps have keys of their own, also the bytes of keys and values that the programs
-of a multiprocessor have under way, and registers and spills of the kernel that combines.
+For decode, whose warps have keys of their own, a row also has the bytes of keys and values that a
+multiprocessor's thread blocks have in flight, and registers and spills of the kernel that combines.
 
-Of the kernels that select for prompts where Hopper's do not, the instructions of their loops, and
-the cycles that the largest products take tensor cores, where NVIDIA says how many of them these
-make in a cycle.
+For the kernels that select for prompts on other GPUs than Hopper, a row has the instructions of
+their loops. Where NVIDIA publishes tensor cores' throughput, it also has the cycles that they need
+for the kernel's largest products.
 """
 
 import argparse
@@ -34,15 +34,15 @@ _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 
 
 def inner_loop(code: str, product: str | tuple[str, ...] = "HMMA") -> tuple[int, int]:
-    """Instructions of the loop that multiplies, and how many multiply; masked steps left out.
+    """Counts instructions of the loop that multiplies, and the multiplying ones; no masked steps.
 
     Args:
-      code: What `nvdisasm` printed of a kernel.
-      product: The name of what multiplies.
+      code: The kernel's code as `nvdisasm` printed it.
+      product: Name of the instructions that multiply.
     """
     names, jumps = _read_code(code)
     products = [index for index, name in enumerate(names) if name.startswith(product)]
-    # ptxas turns the loop so that it ends in a jump back, or goes on behind one.
+    # ptxas rotates the loop: it ends in a jump back, or continues after one.
     start, end = min(
         ((to, at) for at, to in jumps.items() if to <= products[0] and at >= products[-1]),
         key=lambda x: x[1] - x[0],
@@ -57,11 +57,11 @@ def inner_loop(code: str, product: str | tuple[str, ...] = "HMMA") -> tuple[int,
 
 
 def loops(code: str, product: str = "HMMA") -> tuple[int, int]:
-    """Instructions of all innermost loops that multiply, one turn of each, and how many multiply.
+    """Counts all and multiplying instructions in one pass of each innermost loop that multiplies.
 
     Args:
-      code: What `nvdisasm` printed of a kernel.
-      product: The name of what multiplies.
+      code: The kernel's code as `nvdisasm` printed it.
+      product: Name of the instructions that multiply.
     """
     names, jumps = _read_code(code)
     back = [(to, at) for at, to in jumps.items() if to <= at]
@@ -76,7 +76,7 @@ def loops(code: str, product: str = "HMMA") -> tuple[int, int]:
 
 
 def _read_code(code: str) -> tuple[list[str], dict[int, int]]:
-    """Names of all instructions, and from where to where they jump."""
+    """Returns the names of all instructions, and each jump's target by its own index."""
     lines: list[tuple[str, str]] = []  # name and operands
     labels: dict[str, int] = {}
     for text in code.splitlines():
@@ -95,12 +95,12 @@ def _read_code(code: str) -> tuple[list[str], dict[int, int]]:
 
 
 def spills(facts: dict[str, Any]) -> int:
-    """Bytes that are written to memory and read again for want of registers."""
+    """Returns the bytes that are spilled to memory and loaded again."""
     return facts["spill_store_bytes"] + facts["spill_load_bytes"]
 
 
 def rows_of(capability: str) -> None:
-    """Prints the rows of one GPU; a process of JAX compiles for one alone."""
+    """Prints the rows of one GPU, as a JAX process compiles for one GPU only."""
     os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
@@ -120,7 +120,7 @@ def rows_of(capability: str) -> None:
 
 
 def _compile(case: Any, capability: str) -> str:
-    """Compiles a case and returns what is printed meanwhile."""
+    """Compiles a case and returns the output of the assembler."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -138,7 +138,7 @@ def _compile(case: Any, capability: str) -> str:
 
 
 def _occupancy(said: str, shared: int, capability: str) -> dict[str, Any]:
-    """Registers, spills, and how many programs of a kernel a multiprocessor has at a time."""
+    """Returns registers, spills, thread blocks per multiprocessor, and their limiting resource."""
     facts = hopper.read_assembler(said)
     registers = -(-facts["registers"] // 8) * 8 * _THREADS
     memory = hopper.SHARED_KIB[capability] * 1024
@@ -157,14 +157,14 @@ def _occupancy(said: str, shared: int, capability: str) -> dict[str, Any]:
 
 
 def _attention_row(case: Any, capability: str) -> dict[str, Any]:
-    """The row of a kernel for attention."""
+    """Returns the row of an attention kernel."""
     import ptx
     from attention_cases import GpuCase
 
     from sketchwalk_jax.pallas_kernels.attention import attention
 
     text = _compile(GpuCase(case), capability)
-    # The kernel that combines comes second, if there is one.
+    # If there is a second kernel, it combines parts.
     (said, code), *others = hopper.split_kernels(text)
     shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
     occupancy = _occupancy(said, shared, capability)
@@ -173,7 +173,7 @@ def _attention_row(case: Any, capability: str) -> dict[str, Any]:
         memory = hopper.SHARED_KIB[capability] * 1024
         keys, stages = attention.sizes(rows, case.head_dim, memory)
         own = keys
-    else:  # of the keys of a step each warp has its own
+    else:  # each warp has its own keys of a step
         keys, own = 64, 16
         stages = shared // (2 * 2 * keys * case.head_dim)
     count, products = inner_loop(code)
@@ -202,13 +202,13 @@ def _attention_row(case: Any, capability: str) -> dict[str, Any]:
 
 
 def _linear_row(case: Any, capability: str) -> dict[str, Any]:
-    """The row of the kernel that multiplies a few rows."""
+    """Returns the row of the decode matmul kernel."""
     import ptx
 
     text = _compile(case, capability)
     ((said, code),) = hopper.split_kernels(text)
     shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
-    count, products = loops(code)  # none where the assembler has unrolled it
+    count, products = loops(code)  # 0 where the assembler has unrolled the loop
     row = {
         "op": "linear",
         "capability": capability,
@@ -220,23 +220,23 @@ def _linear_row(case: Any, capability: str) -> dict[str, Any]:
         "instructions": count or None,
         "products": products or None,
     }
-    # A thread reads eight weights of each of four inputs of a group, four groups ahead.
+    # A thread reads eight weights for each of four inputs of a group, four groups ahead.
     return row | {"kib_in_flight": row["programs"] * _THREADS * 4 * 4 * 16 // 1024}
 
 
-# Of the kernels that select for prompts: what their loops do in a turn of each, for a warp.
+# One pass through the loops of each kernel that selects for prompts, per warp.
 _TURNS = {
     "representatives": "one query more, of 64",
     "max_logits_kernel": "64 keys, 64 queries",
     "page_scores_kernel": "16 blocks, 32 queries, both passes",
 }
-# Cycles of a quarter of a multiprocessor for a product of `mma.sync` with sums in float16, by
-# NVIDIA's figures of dense float16: 1024 fused multiply-adds of an A100's multiprocessor, and 512.
+# Cycles per `mma.sync` with float16 sums on a quarter of a multiprocessor, by NVIDIA's figures for
+# dense float16: 1024 fused multiply-adds per multiprocessor on an A100, 512 on the others.
 _CYCLES = {"8.0": 8, "8.6": 16, "8.9": 16, "12.0": 16}
 
 
 def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
-    """The rows of the kernels that select for a prompt."""
+    """Returns the rows of the kernels that select for a prompt."""
     import ptx
 
     text = _compile(case, capability)
@@ -244,7 +244,7 @@ def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
     for (said, code), (_, host) in zip(hopper.split_kernels(text), ptx.kernels(text), strict=True):
         (name,) = set(re.findall(r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'", said))
         shared = ptx.read_launch(host, [0] * 10).shared_bytes
-        count, products = loops(code)  # none where the assembler has unrolled it
+        count, products = loops(code)  # 0 where the assembler has unrolled the loop
         cycles = _CYCLES.get(capability) if name == "max_logits_kernel" else None
         rows.append(
             {
@@ -265,7 +265,7 @@ def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compiles for one GPU after another, each in a process of its own, and writes the results."""
+    """Compiles for each GPU in a process of its own, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=str(_BENCHMARKS / "results" / "ampere_code.json"))
     parser.add_argument("--rows-of", metavar="CAPABILITY", help="print the rows of one GPU")
@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def assembler() -> str:
-    """The version of `ptxas`."""
+    """Returns the version of `ptxas`."""
     path = hopper.path_of_assemblers(Path(sys.prefix))
     said = subprocess.run(
         ["ptxas", "--version"], env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, check=True

@@ -1,7 +1,7 @@
-"""Shapes of attention over lists, of prompts and of tokens, that the tests of its kernels share.
+"""Shapes of attention over page lists, in prefill and decode, that the kernels' tests share.
 
-`CASES` are computed in the interpreter, in the emulator and on a GPU; `LARGE_CASES` on a GPU alone;
-`COMPILED` are compiled for GPUs that need not be there.
+Tests compute `CASES` in the interpreter, in the emulator and on a GPU, `LARGE_CASES` only on a GPU.
+`COMPILED` are compiled for GPUs that the machine need not have.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from sketchwalk_jax import KernelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionKernelCase:
-    """Attention over lists, of many tokens (`prefill`) or of one per sequence (`decode`).
+    """Attention over block lists, for many tokens (`prefill`) or one per sequence (`decode`).
 
     Attributes:
       op: `"prefill"` or `"decode"`.
@@ -28,13 +28,13 @@ class AttentionKernelCase:
       head_dim: Features per head.
       lists: `"shared"`, `"kv_head"` or `"head"`.
       block_size: Tokens per block.
-      row_size: Queries per row of lists in prefill; a block's tokens if left out.
-      first_blocks: Row of each sequence's first query, in prefill. Rows go on to the one of the
-        longest sequence's last key.
-      room: Blocks of the cache beyond the longest sequence, in rows.
-      list_blocks: Capacity `P` of the lists; as many as there are blocks if left out.
+      row_size: Queries per query block in prefill, `block_size` by default.
+      first_blocks: Query block of each sequence's first query, in prefill. The last query block is
+        the one that holds the longest sequence's last key.
+      room: Capacity of the cache beyond the longest sequence, in query blocks.
+      list_blocks: Capacity `P` of the lists, by default the number of blocks.
       dtype: Type of queries, keys and values.
-      return_lse: Whether the kernel is to return the log-sum-exp.
+      return_lse: Whether the kernel returns the log-sum-exp.
     """
 
     op: str
@@ -52,7 +52,7 @@ class AttentionKernelCase:
 
     @property
     def row_tokens(self) -> int:
-        """Queries per row of lists."""
+        """Queries per query block."""
         return self.row_size or self.block_size
 
     @property
@@ -70,11 +70,11 @@ class AttentionKernelCase:
 
     @property
     def num_lists(self) -> int:
-        """Lists per row."""
+        """Lists per query block."""
         return dict(zip(cases.LIST_KINDS, (1, *self.heads[::-1]), strict=True))[self.lists]
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         lengths = ",".join(map(str, self.lengths[:3])) + (",.." if len(self.lengths) > 3 else "")
         parts = [self.op, "x".join(map(str, self.heads)), f"H{self.head_dim}", f"T{lengths}"]
         parts += [self.lists, f"block{self.block_size}", self.dtype]
@@ -84,7 +84,7 @@ class AttentionKernelCase:
         return "-".join(parts if self.return_lse else [*parts, "nolse"])
 
     def program(self, kernel: Any, *, kernel_config: KernelConfig | None = None) -> Program:
-        """A kernel as a function of arrays alone, and the shapes of these."""
+        """Returns the kernel as a function of arrays only, and their shapes."""
         is_prefill = self.op == "prefill"
         batch, (num_heads, num_kv_heads) = len(self.lengths), self.heads
         tokens = self.num_rows * self.row_tokens if is_prefill else 1
@@ -115,22 +115,22 @@ class AttentionKernelCase:
 
 @dataclasses.dataclass(frozen=True)
 class GpuCase:
-    """A case with the kernels of a GPU.
+    """A case with the kernel for a kind of GPU.
 
     Attributes:
       case: The case.
-      is_hopper: Whether they are Hopper's, or those of every other GPU from Ampere on.
+      is_hopper: Whether to use Hopper's kernel, or the one for other GPUs from Ampere on.
     """
 
     case: AttentionKernelCase
     is_hopper: bool = False
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         return str(self.case)
 
     def program(self) -> Program:
-        """The kernel as a function of arrays alone, and the shapes of these."""
+        """Returns the kernel as a function of arrays only, and their shapes."""
         from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
         from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
         from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
@@ -184,9 +184,9 @@ LARGE_CASES = (
     Decode(heads=(32, 8), lengths=(4000, 130), block_size=16, lists="head"),
 )
 
-# The shapes of the table of code for GPUs from Ampere on. Prompts: both head_dims, heads alone and
-# in groups, each kind of list, types in turn. Tokens: lists in one part and in several, of one
-# head, of groups of eight or less and of more.
+# Shapes of the table of machine code for GPUs from Ampere on. Prefill: both head_dims, with and
+# without GQA, each page size, both types in turn. Decode: lists in one part and in several; groups
+# of one head, of up to eight and of more.
 CODE_SHAPES = (
     *(
         Prefill(
@@ -217,7 +217,7 @@ CODE_SHAPES = (
 
 
 def _pairs(*groups: int) -> list[AttentionKernelCase]:
-    """Cases in which every two sizes meet that the kernels take."""
+    """Returns cases in which every two values that the kernels take meet."""
     blocks = ((64, None), (16, 64), (128, None))
     names = ("lists", "dtype", "head_dim", "return_lse")
     sizes: Any = (groups, cases.LIST_KINDS, ("bfloat16", "float16"), (128, 64), (True, False))
@@ -235,9 +235,9 @@ def _of_code(op: str, head_dim: int, *heads: tuple[int, int]) -> list[AttentionK
     return [x for x in CODE_SHAPES if (x.op, x.head_dim) == (op, head_dim) and x.heads in heads]
 
 
-# By GPU. Every size that is taken on Hopper and on the first GPU of the others, where numbers of
-# features other than 64 and 128 are padded. On the other GPUs, what is most at risk: registers,
-# of which Blackwell's assembler takes more, and shared memory, of which 8.6 and 8.9 have least.
+# Cases by GPU. Hopper and 8.0 get every size that they take; a head_dim other than 64 and 128 is
+# padded. Other GPUs get the cases most likely to run out of registers, of which Blackwell's
+# assembler uses more, or of shared memory, of which 8.6 and 8.9 have least.
 _SHAPES = {
     "9.0": [
         *_pairs(1, 3, 4, 7, 8),

@@ -1,4 +1,4 @@
-"""Shapes, lengths and inputs that the tests share: cases are data."""
+"""Shapes, lengths and inputs that the tests share."""
 
 import dataclasses
 import itertools
@@ -9,14 +9,14 @@ import numpy as np
 import oracle
 import reference
 
-# (query heads, key/value heads): every GQA ratio that released models have, and none at all.
+# (query heads, key/value heads): every GQA ratio of released models, and no grouping.
 HEADS = {1: (2, 2), 3: (6, 2), 4: (8, 2), 7: (14, 2), 8: (8, 1)}
 HEAD_DIMS = (32, 64, 128, 256)
 LENGTHS = (1, 63, 64, 65, 127, 200)
 LIST_KINDS = ("shared", "kv_head", "head")
 
-# Of the kernels' cases: layers of a stack, the one that is computed, and what a case makes of it, a
-# function of arrays alone and the shapes of these.
+# For kernels' cases: layers of a stack, the layer that is computed, and the type of a case's
+# program: a function of arrays only, and their shapes.
 NUM_LAYERS, LAYER = 3, 1
 type Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -29,7 +29,7 @@ class AttentionCase:
       group: Query heads per key/value head.
       head_dim: Features per head.
       lengths: Tokens of each sequence; the arrays hold `num_tokens` of them.
-      lists: Whether a selection is shared by the heads, per key/value head, or per query head.
+      lists: Whether a list serves all heads, one key/value head, or one query head.
       num_tokens: Capacity of the key and value arrays, in tokens.
       dtype: Type of queries, keys and values.
     """
@@ -48,11 +48,11 @@ class AttentionCase:
 
     @property
     def capacity(self) -> int:
-        """Tokens in the arrays: whole blocks of 64."""
+        """Capacity of the arrays in tokens: whole blocks of 64."""
         return self.num_tokens or -(-max(self.lengths) // 64) * 64
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         lengths = ",".join(map(str, self.lengths))
         return f"G{self.group}-H{self.head_dim}-T{lengths}-{self.lists}-{self.dtype}"
 
@@ -105,7 +105,7 @@ def draw_layers(
     block_size: int = 16,
     spread: float = 2.0,
 ) -> Layers:
-    """Draws layers whose blocks differ: a vector per block, shared by its heads, plus noise."""
+    """Draws layers whose blocks differ: one vector per block, shared by the heads, plus noise."""
     rng = np.random.default_rng(seed)
     num_blocks = -(-num_tokens // block_size)
 
@@ -122,7 +122,7 @@ def draw_layers(
 
 
 def separated_layers(config, *, num_tokens: int, num_layers: int, **shape) -> Layers:
-    """Draws layers without near-ties: rounding cannot change what any row of them selects."""
+    """Draws layers without near-ties, so that rounding cannot change any row's selection."""
 
     def is_usable(layers: Layers) -> bool:
         sparse = [layer for layer in range(num_layers) if not config.is_dense(layer)]
@@ -139,7 +139,7 @@ def separated_layers(config, *, num_tokens: int, num_layers: int, **shape) -> La
 def first_usable[Drawn](
     draw: Callable[[int], Drawn], is_usable: Callable[[Drawn], bool], attempts: int = 50
 ) -> Drawn:
-    """Returns the first draw, by seed, that is usable; the same one in every run."""
+    """Returns the first usable draw, by seed; the same one in every run."""
     for seed in range(attempts):
         drawn = draw(seed)
         if is_usable(drawn):

@@ -1,7 +1,7 @@
 """Tiny random Hugging Face checkpoints, written with numpy and safetensors alone.
 
-Names, shapes and configs are spelled out here a second time, on purpose: the loader under test has
-its own tables.
+Names, shapes and configs are spelled out here independently of the loader under test, which has its
+own tables.
 """
 
 import json
@@ -53,13 +53,13 @@ TINY["qwen3"] = TINY["qwen2"] | {
 
 
 def tiny_config(model_type: str = "llama", /, **overrides: Any) -> dict[str, Any]:
-    """The contents of a tiny `config.json`; an override of `...` removes its key."""
+    """Returns a tiny `config.json`; an override of `...` removes its key."""
     config = TINY[model_type] | overrides
     return {key: value for key, value in config.items() if value is not ...}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and stored shape of every tensor that transformers would save for `config`."""
+    """Returns name and shape of every tensor that transformers would save for `config`."""
     width, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or width // heads
@@ -95,7 +95,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def random_tensors(
     config: dict[str, Any], *, seed: int = 0, dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
-    """Random weights by name: matrices of scale 1/sqrt(columns), norms near 1, small biases."""
+    """Draws weights by name: matrices of scale 1/sqrt(columns), norms near 1, small biases."""
     generator = np.random.default_rng(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
@@ -145,12 +145,12 @@ def write_checkpoint(
     """Writes a tiny random checkpoint directory and returns its tensors by name.
 
     Args:
-        directory: Where to write; created if needed.
+        directory: Folder to write into; created if needed.
         model_type: "llama", "qwen2" or "qwen3".
         seed: Seed of the weights.
         dtype: Dtype of the stored tensors, also declared in the config.
         num_shards: Number of safetensors files; more than one adds an index.
-        generation_config: Contents of `generation_config.json`, if there is to be one.
+        generation_config: Contents of `generation_config.json`, or None for no such file.
         tokenizer: Whether to add a byte-level tokenizer, see `write_byte_tokenizer`.
         **overrides: Entries of `config.json` to set, or to remove with `...`.
     """
@@ -168,7 +168,7 @@ def write_checkpoint(
 
 
 def write_adapter(directory: Path) -> None:
-    """Writes what peft's `save_pretrained` and a trainer leave of a LoRA adapter."""
+    """Writes the files that peft's `save_pretrained` and a trainer leave for a LoRA adapter."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "base_model_name_or_path": "someone/tiny-model", "r": 2}
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -180,7 +180,7 @@ def write_adapter(directory: Path) -> None:
 def write_byte_tokenizer(directory: Path) -> None:
     """Writes a tokenizer whose ids are the 256 bytes of UTF-8, with a minimal chat template.
 
-    Byte 0 pads and byte 1 ends, as in `TINY`.
+    Byte 0 is the padding token and byte 1 the end token, as in `TINY`.
 
     `transformers.AutoTokenizer.from_pretrained(directory)` opens it, without torch.
     """
@@ -208,7 +208,7 @@ def write_byte_tokenizer(directory: Path) -> None:
 
 
 def _byte_chars() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level BPE (GPT-2's table)."""
+    """Returns the printable character of each byte in byte-level BPE (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable}

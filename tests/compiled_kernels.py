@@ -1,8 +1,8 @@
-"""Kernels of Pallas as they were compiled for Hopper, run on a CPU (`ptx`).
+"""Runs Pallas kernels on a CPU as they are compiled for Hopper, in the emulator `ptx`.
 
-A plugin of pytest, which tests/conftest.py loads where SKETCHWALK_COMPILED_KERNELS is set. It
-replaces `plgpu.kernel`: a kernel that is called is compiled for its operands' shapes, which takes
-JAX's CUDA plugin and no GPU, and its PTX is run on them.
+This pytest plugin, which tests/conftest.py loads where SKETCHWALK_COMPILED_KERNELS is set, replaces
+`plgpu.kernel`. Each call compiles the kernel for its operands' shapes, which needs JAX's CUDA
+plugin but no GPU, and runs its PTX on them.
 """
 
 import functools
@@ -25,25 +25,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 _make = plgpu.kernel
-_codes: dict[str, tuple[str, str]] = {}  # by what names a kernel in a program
-_seeds = itertools.count()  # of the order of warps: another one in each call
+_codes: dict[str, tuple[str, str]] = {}  # by the kernel's name in a compiled program
+_seeds = itertools.count()  # each call runs warps in another random order
 _capability = "9.0"
 
 
 def pytest_configure() -> None:
-    """Runs every kernel that is made from now on as it is compiled."""
+    """Makes every later kernel run as it is compiled."""
     os.environ["PATH"] = hopper.path_of_assemblers(Path(sys.prefix))
     from sketchwalk_jax.pallas_kernels import dispatch
     from sketchwalk_jax.pallas_kernels.walk import api
 
     plgpu.kernel = _kernel
     dispatch.is_hopper = lambda: True
-    api.walk_precision = lambda kernel_config: jax.lax.Precision.HIGHEST  # XLA's, on a CPU
+    api.walk_precision = lambda kernel_config: jax.lax.Precision.HIGHEST  # XLA runs on a CPU
 
 
 @contextmanager
 def compiled_for(capability: str) -> Iterator[None]:
-    """Kernels that are called meanwhile are compiled for another GPU."""
+    """Compiles the kernels that are called inside the context for another GPU."""
     global _capability
     _start_assembler()
     was, _capability = _capability, capability
@@ -56,7 +56,7 @@ def compiled_for(capability: str) -> Iterator[None]:
 
 @functools.cache
 def _start_assembler() -> None:
-    """Compiles for Hopper: `ptxas` takes code for a process's first GPU, and for older ones."""
+    """Compiles for Hopper first: `ptxas` takes code for a process's first GPU and older ones."""
 
     def copy(source: Any, target: Any) -> None:
         target[0] = source[0]
@@ -104,12 +104,12 @@ _REFERENCE = type(jax.typeof(jax.new_ref(np.zeros(1, np.float32))))
 
 @functools.cache
 def _sharding(capability: str) -> NamedSharding:
-    """A pretended GPU."""
+    """Returns the sharding of one pretended GPU."""
     return NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
 
 
 def _code(program: Any, shapes: list[jax.ShapeDtypeStruct]) -> tuple[str, str]:
-    """The PTX of a program's one kernel, and its host's code."""
+    """Returns the PTX of a program's only kernel, and its host code."""
     sharding = _sharding(_capability)
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
     sys.stdout.flush()
@@ -124,7 +124,7 @@ def _code(program: Any, shapes: list[jax.ShapeDtypeStruct]) -> tuple[str, str]:
     finally:
         os.dup2(was, 1)
         os.close(was)
-    # One that the process has compiled before is not compiled again.
+    # A kernel that the process has compiled before prints nothing: its code is stored.
     name = re.search(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)
     if name is None or len(found) > 1:
         raise RuntimeError(f"one kernel is to be compiled, got {len(found)}")
@@ -140,7 +140,7 @@ def _run(
     seed: int,
     *operands: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Runs a kernel; what it writes begins as garbage."""
+    """Runs a kernel whose outputs start as garbage."""
     held = [np.array(x, copy=own, order="C") for x, own in zip(operands, is_reference, strict=True)]
     written = [x for x, own in zip(held, is_reference, strict=True) if own]
     found = [

@@ -1,6 +1,6 @@
-"""Compiles cases of kernels for GPUs that need not be there, and checks the code.
+"""Compiles kernels' cases for GPUs that the machine need not have, and checks the code.
 
-On any machine, with the interpreter of SKETCHWALK_HOPPER_PYTHON (CONTRIBUTING.md says how).
+Needs the interpreter of SKETCHWALK_HOPPER_PYTHON (see CONTRIBUTING.md), on any machine.
 """
 
 import atexit
@@ -15,7 +15,7 @@ _running: dict[str, hopper.Compiler] = {}
 
 
 def compile_for(gpu: str, name: str) -> dict[str, Any]:
-    """Compiles a case by name, as `hopper.Compiler` does; ends a compiler for another GPU."""
+    """Compiles a case by name with `hopper.Compiler`; ends the compiler of another GPU first."""
     python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
     if python is None:
         pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
@@ -33,7 +33,7 @@ def close() -> None:
 
 
 def cases_of(compiled: Mapping[str, Collection[Any]], kept: Collection[tuple[str, str]]) -> Any:
-    """The decorator for each GPU with each case; those that are not kept carry `slow`."""
+    """Parametrizes a test by GPU and case; cases that are not kept get the marker `slow`."""
     every = {(gpu, str(case)): case for gpu, cases in compiled.items() for case in cases}
     assert len(every) == sum(map(len, compiled.values())), "two cases have the same name"
     assert set(kept) <= set(every), f"no such cases: {set(kept) - set(every)}"
@@ -45,12 +45,12 @@ def cases_of(compiled: Mapping[str, Collection[Any]], kept: Collection[tuple[str
 
 
 def assert_compiled(kernels: dict[str, Any], *, spills: int = 0, threads: int = 256) -> None:
-    """No register is written too early, and no more bytes are kept in memory than are said.
+    """Checks that kernels write no register too early, spill little, and fit enough threads.
 
     Args:
-      kernels: What the assembler said, as `hopper.read_kernels` has it.
-      spills: Bytes that some kernel keeps in memory, at most; with 0 no kernel does.
-      threads: Threads of a multiprocessor that are to find room for their registers.
+      kernels: The assembler's messages, as `hopper.read_kernels` returns them.
+      spills: Most bytes that a kernel may spill; with 0 no kernel may.
+      threads: Threads per multiprocessor that need room for their registers.
     """
     assert kernels, "no kernel was compiled"
     for kernel, facts in kernels.items():

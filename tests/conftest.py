@@ -2,24 +2,24 @@
 
 import os
 
-# Read when JAX is imported. The interpreter of kernels blocks a thread per warpgroup, so that the
-# pool of a machine with two cores would hang.
+# JAX reads these when it is imported. The kernels' interpreter blocks a thread per warpgroup, so
+# the thread pool of a two-core machine would deadlock.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")
-# A callback of the interpreter that runs a program waits for its turn. Where programs are put in a
-# queue, that turn can be behind the one that the callback belongs to, and both wait forever.
+# A callback of the interpreter that runs a program waits for its turn. With asynchronous dispatch
+# that turn can be behind the callback's own program in the queue: a deadlock.
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
-# Most of a test's time is XLA's, and much of that LLVM's optimisations, which leave a program's
-# operations and its memory as they are. Modules that compute a lot carry the marker `optimized`.
+# XLA takes most of a test's time, and much of that are LLVM's optimisations, which change neither
+# operations nor memory of a program. Modules that compute a lot have the marker `optimized`.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-# Kernels as they are compiled for Hopper, in place of Pallas' interpreter (`compiled_kernels`).
+# Run kernels as compiled for Hopper, not in Pallas' interpreter (see `compiled_kernels`).
 RUNS_COMPILED = "SKETCHWALK_COMPILED_KERNELS" in os.environ
 if RUNS_COMPILED:
-    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # which would run programs
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # autotuning would run programs
     os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_HOST_LLVM"] = "1"
-    # A program that was kept does not say what it is.
+    # A program from the cache does not print its code.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import random
@@ -37,33 +37,33 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).resolve().parents[1]
-if find_spec("sketchwalk_jax") is None:  # a checkout that is not installed
+if find_spec("sketchwalk_jax") is None:  # the checkout is not installed
     sys.path.append(str(ROOT))
 
-# Of the files here, only tests and the reference have examples; some others need torch.
+# Only tests and the reference have doctests; some other files here need torch.
 collect_ignore = [
     *(path.name for path in ROOT.glob("tests/*.py") if not path.name.startswith("test_")),
     "parity",
     "ptx",
 ]
 
-# Before any test module imports the packages: annotations are checked in tests only.
+# Before any test module imports the packages, as only tests check annotations.
 install_import_hook(["sketchwalk_jax", "reference"], "runtime_checks.check_types")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Examples compile, so they are few, never timed, and the same ones in every run.
+# Hypothesis' examples compile: keep them few, untimed, and equal in every run.
 settings.register_profile("sketchwalk", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("sketchwalk")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs between runs; programs that tests start share them."""
+    """Caches compiled programs between runs; programs that tests start share the cache."""
     if RUNS_COMPILED:
         config.pluginmanager.import_plugin("compiled_kernels")
     assert config.cache is not None
-    # A machine that writes no bytecode would compile 2,000 imported files anew in every process.
+    # Without bytecode files, every process would compile 2,000 imported files anew.
     if sys.dont_write_bytecode:
         sys.dont_write_bytecode = False
         sys.pycache_prefix = str(config.cache.mkdir("bytecode"))
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = config.cache.mkdir("jax_compilation_cache")
     directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
-    # With a limit JAX locks the folder, which all workers and the programs that they start share.
+    # With a limit JAX locks the folder, which all workers and their programs share.
     limit = os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2**31))
     jax.config.update("jax_compilation_cache_max_size", int(limit))
     seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
@@ -82,9 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles a module's programs as its marker `optimized` says, and forgets them after it.
+    """Compiles a module's programs as its marker `optimized` says, and drops them afterwards.
 
-    Each program that XLA compiles holds memory maps, of which Linux allows a process 65,530.
+    Each compiled program holds memory maps, of which Linux allows a process 65,530.
     """
     was = jax.config.read("jax_disable_most_optimizations")
     if request.node.get_closest_marker("optimized") is not None:
@@ -100,7 +100,7 @@ def _interpreter_of_kernels(
 ) -> None:
     """Refuses kernels on a CPU in tests without the marker `interpreted`.
 
-    A change of a kernel does not make the long variants of other modules stale (.ci/checks.py).
+    This lets .ci/checks.py skip other modules' long variants after a change of a kernel.
     """
     if jax.default_backend() != "cpu" or request.node.get_closest_marker("interpreted"):
         return
@@ -115,7 +115,7 @@ def _refuse_kernel(*arguments: Any, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _runtime_type_checks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Turns the type checks off under the marker `unchecked`, to call as a user calls."""
+    """Turns type checks off under the marker `unchecked`, so that a test calls as a user does."""
     is_off = request.node.get_closest_marker("unchecked") is not None
     jaxtyping.config.update("jaxtyping_disable", is_off)
     yield
@@ -124,7 +124,7 @@ def _runtime_type_checks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_lines_of_progress() -> None:
-    """Keeps what a slow machine would say every half minute from what tests find printed."""
+    """Keeps progress lines, which a slow machine prints every 30 s, out of captured output."""
     from sketchwalk_jax import progress
 
     progress.LINE_EVERY = 3600.0
@@ -132,13 +132,13 @@ def _no_lines_of_progress() -> None:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The root of the checkout that holds these tests."""
+    """Returns the root of the checkout that holds these tests."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def reference_python() -> str:
-    """The interpreter with torch and transformers, named by SKETCHWALK_REFERENCE_PYTHON."""
+    """Returns the interpreter with torch and transformers (SKETCHWALK_REFERENCE_PYTHON)."""
     interpreter = os.environ.get("SKETCHWALK_REFERENCE_PYTHON")
     if interpreter is None:
         pytest.skip("SKETCHWALK_REFERENCE_PYTHON names no interpreter with torch")
@@ -147,13 +147,13 @@ def reference_python() -> str:
 
 @pytest.fixture(scope="session")
 def parity_seed() -> int:
-    """Seed of what is drawn for the live comparison; every failure shows it."""
+    """Returns the seed of the models for the live comparison; every failure shows it."""
     return int(os.environ.get("SKETCHWALK_PARITY_SEED") or random.SystemRandom().randrange(10**6))
 
 
 @pytest.fixture(scope="session")
 def program_environment() -> dict[str, str]:
-    """Environment variables under which a started program imports the package tested here."""
+    """Returns environment variables with which a program imports the package tested here."""
     spec = find_spec("sketchwalk_jax")
     assert spec is not None and spec.origin is not None
     return os.environ | {"PYTHONPATH": str(Path(spec.origin).parents[1])}
@@ -161,9 +161,9 @@ def program_environment() -> dict[str, str]:
 
 @pytest.fixture
 def sketchwalk(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
-    """Runs the command line in this process, and returns what it printed.
+    """Runs the command line in this process, and returns its output.
 
-    Another exit status than `status` fails the test with standard error.
+    An exit status other than `status` fails the test with standard error.
     """
     from sketchwalk_jax.cli import main
 
@@ -179,18 +179,18 @@ def sketchwalk(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, s
 
 @pytest.fixture
 def run_python(tmp_path: Path, program_environment: dict[str, str]) -> Callable[..., str]:
-    """Runs a program in a fresh interpreter, in an empty folder, and returns what it printed.
+    """Runs a program in a fresh interpreter, in an empty folder, and returns its output.
 
-    `run_python(code, devices=8)` pretends to have that many CPU devices; `python=` names another
-    interpreter with packages of its own, `cwd=` another folder. A program that fails fails the
-    test with its output.
+    `run_python(code, devices=8)` pretends to have 8 CPU devices, `python=` is another interpreter
+    with its own packages, `cwd=` another folder. A program that fails fails the test with its
+    output.
     """
 
     def run(
         code: str, *, devices: int = 1, python: str | Path | None = None, cwd: Path = tmp_path
     ) -> str:
         environment = dict(program_environment if python is None else os.environ)
-        from variants import cpu_devices  # which asks JAX for its backend
+        from variants import cpu_devices  # imported late, as it asks JAX for its backend
 
         environment["XLA_FLAGS"] = cpu_devices(devices)
         done = subprocess.run(
@@ -208,7 +208,7 @@ def run_python(tmp_path: Path, program_environment: dict[str, str]) -> Callable[
 
 @pytest.fixture(scope="session")
 def run_benchmark() -> Callable[..., None]:
-    """Runs a script of the benchmarks, by name and with arguments, which must succeed."""
+    """Runs a benchmark script by name, with arguments; it must succeed."""
 
     def run(script: str, *arguments: object) -> None:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a figure shows, for the tests of figures: its panels, and the values behind a heat map."""
+"""Reads a figure for its tests: its panels, and the values behind a heat map."""
 
 import numpy as np
 
@@ -8,6 +8,6 @@ def panels(figure) -> dict[str, object]:
 
 
 def shown(axis) -> np.ndarray:
-    """The values behind a heat map, with NaN where nothing is drawn."""
+    """Returns the values behind a heat map, with NaN where nothing is drawn."""
     (image,) = axis.collections or axis.get_images()
     return np.ma.filled(image.get_array().astype(float), np.nan)

@@ -5,11 +5,11 @@ import numpy as np
 from sketchwalk_jax.evaluation.tasks import TASKS, Sample
 
 LENGTH = 512
-WITHIN = ("variable_tracking", "mid_prompt", "text_loss")  # the answer is among the tokens
+WITHIN = ("variable_tracking", "mid_prompt", "text_loss")  # tasks whose answer is among the tokens
 
 
 def sample(task: str, seed: int, *, length: int = 400) -> Sample:
-    """A sample of `length` tokens: the answer follows them, or ends them, or has text behind it."""
+    """Draws a sample of `length` tokens; the answer follows or ends them, or has text after it."""
     rng = np.random.default_rng([seed, TASKS.index(task)])
     tokens = rng.integers(2, 64, length).astype(np.int32)
     common = {"depth": None, "hops": None}
@@ -25,5 +25,5 @@ def sample(task: str, seed: int, *, length: int = 400) -> Sample:
 
 
 def samples(task: str, count: int = 3) -> list[Sample]:
-    """Samples of different lengths."""
+    """Draws samples of different lengths."""
     return [sample(task, seed, length=330 + 53 * seed) for seed in range(count)]

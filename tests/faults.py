@@ -1,18 +1,18 @@
-"""Makes small faults in the code on purpose, one at a time, and looks whether the tests find them.
+"""Makes small faults in the code, one at a time, and checks whether the tests find them.
 
     python tests/faults.py                                  # all faults: many hours
     python tests/faults.py --only ties-to-the-higher-index --out found.json
     python tests/faults.py --list                           # their names, files and promises
     python tests/faults.py --check                          # only whether all can still be made
 
-Each fault breaks one promise of ARCHITECTURE.md, CHANGELOG.md or README.md. It is made in a copy of
-the checkout, in which all test modules are recorded as passed. Then the tests run that `.ci/run`
-would run, the modules nearest to the change first, until one fails. That test must pass without the
-fault; otherwise it does not count, and the others go on without it. Lint and types do not count.
+Each fault breaks one promise of ARCHITECTURE.md, CHANGELOG.md or README.md. The script makes it in
+a copy of the checkout whose test modules are all recorded as passed. Then it runs the tests that
+`.ci/run` would run, nearest modules first, until one fails. That test must pass without the fault;
+otherwise it does not count and is left out. Lint and types do not count.
 
-`SKETCHWALK_HOPPER_PYTHON` names the interpreter that runs kernels as compiled, in the emulator, and
-`SKETCHWALK_REFERENCE_PYTHON` that of the live comparison; without one, its tests are left out. With
-`--out`, a run that was interrupted goes on after the last fault that it finished.
+`SKETCHWALK_HOPPER_PYTHON` names the interpreter that runs kernels as compiled, in the emulator,
+`SKETCHWALK_REFERENCE_PYTHON` the one for the live comparison; without one, its tests are left out.
+With `--out`, an interrupted run continues after the last fault that it finished.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 SECONDS = 7200
-"""A test run that takes longer is ended; the fault then counts as missed."""
+"""Time limit of a test run. A run that reaches it counts as a missed fault."""
 
-# `.ci/run` runs their long variants after every change.
+# `.ci/run` runs the long variants of these after every change.
 ALWAYS_LONG = [
     f"tests/test_{name}.py" for name in "parity promises memory recompile mismatches readme".split()
 ]
 
-# Set while tests run on a fault, so that `--check` leaves out the one that is made.
+# Name of the fault under test; `--check` leaves it out.
 MADE = "SKETCHWALK_FAULT"
 
 
@@ -49,7 +49,7 @@ class Fault:
 
     Attributes:
       name: A short name.
-      promise: A sentence that says what breaks.
+      promise: A sentence that says which behaviour breaks.
       file: The path in the project.
       old: Text that occurs once in the file.
       new: The text in its place.
@@ -342,7 +342,7 @@ FAULTS = (
 
 
 def wrong_faults(faults: Sequence[Fault]) -> list[str]:
-    """A sentence for each fault that cannot be made: its `old` must occur once in its file."""
+    """Returns a sentence for each fault whose `old` does not occur exactly once in its file."""
     names = [fault.name for fault in faults]
     found = [f"two faults are named {name}" for name in set(names) if names.count(name) > 1]
     for fault in faults:
@@ -371,10 +371,10 @@ class Copy:
     """
 
     def __init__(self, source: Path, work: Path, fault: Fault, programs: Path) -> None:
-        """Copies what `record` left in a folder, and makes the fault."""
+        """Copies the folder that `record` filled, and makes the fault."""
         self.folder, self.work, self._runs = work / "copy", work, 0
         shutil.copytree(source, self.folder, symlinks=True)
-        # Scripts that tests start would import the package as it is installed.
+        # Scripts that tests start would import the installed package.
         self.environment = {**environment(), "PYTHONPATH": str(self.folder), MADE: fault.name}
         self.environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
         code = "import sketchwalk_jax; print(sketchwalk_jax.__file__)"
@@ -387,14 +387,14 @@ class Copy:
         self._path.write_bytes(self._broken)
 
     def call(self, *command: str) -> str:
-        """Runs a command in the copy; returns what it printed."""
+        """Runs a command in the copy; returns its output."""
         return call(command, self.folder, self.environment)
 
     def failures(self, step: Step) -> list[str]:
-        """Runs tests; returns the IDs of those that failed, as pytest's cache names them.
+        """Runs tests; returns the IDs of the failed ones, as pytest's cache names them.
 
         Raises:
-          RuntimeError: If pytest did not end as it does when tests pass or fail.
+          RuntimeError: If pytest ended in another way than with passed or failed tests.
         """
         self._runs += 1
         cache = self.work / f"cache{self._runs}"
@@ -412,7 +412,7 @@ class Copy:
         return failed
 
     def passes_without_fault(self, test: str, is_compiled: bool) -> bool:
-        """Whether a test passes alone, or a module can be collected, with the fault undone."""
+        """Says whether a test passes alone, or a module can be collected, without the fault."""
         only_collect = [] if "::" in test else ["--collect-only"]
         self._path.write_bytes(self._whole)
         try:
@@ -425,7 +425,7 @@ class Copy:
 
 
 def run(command: Sequence[str], folder: Path, variables: dict[str, str]) -> tuple[int | None, str]:
-    """Runs a command; returns its exit status, None if it took too long, and what it printed."""
+    """Runs a command; returns its exit status, or None after a timeout, and its output."""
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -447,7 +447,7 @@ def run(command: Sequence[str], folder: Path, variables: dict[str, str]) -> tupl
 
 
 def call(command: Sequence[str], folder: Path, variables: dict[str, str]) -> str:
-    """Runs a command that must succeed; returns what it printed."""
+    """Runs a command that must succeed; returns its output."""
     status, printed = run(command, folder, variables)
     if status != 0:
         raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{printed}")
@@ -455,12 +455,12 @@ def call(command: Sequence[str], folder: Path, variables: dict[str, str]) -> str
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of this process, in which Python keeps the bytecode of files."""
+    """Returns this process's environment variables, with caching of bytecode on."""
     return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
 def record(folder: Path) -> None:
-    """Copies the files that git tracks or would track, and records all test modules as passed."""
+    """Copies all files that git does not ignore, and records all test modules as passed."""
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in filter(None, call(listed, ROOT, environment()).split("\0")):
         if (ROOT / name).is_file():
@@ -477,9 +477,9 @@ def record(folder: Path) -> None:
 
 
 def steps(plan: str, fault: Fault, has_emulator: bool) -> Iterator[Step]:
-    """The test runs of `.ci/run`, in the order in which they are likely to find the fault.
+    """Returns the test runs of `.ci/run`, those most likely to find the fault first.
 
-    Several processes do not keep the order of modules, so the stale ones run in groups that grow.
+    Parallel workers do not keep the order of modules, so stale ones run in growing groups.
     """
     lines = re.findall(r"^(\S+\.py) \((?:long|default)( emulated)?\)", plan, re.M)
     stale = [module for module, _ in lines]
@@ -492,7 +492,7 @@ def steps(plan: str, fault: Fault, has_emulator: bool) -> Iterator[Step]:
     if fault.file.startswith("pallas_kernels/"):
         yield from compiled
     for group in groups(stale):
-        # The emulator runs the long variants of kernels; the interpreter would repeat them.
+        # The emulator already runs the long variants of kernels; the interpreter would repeat them.
         if default := [module for module in group if module in emulated]:
             yield Step(["-x", *default])
         if long := [module for module in group if module not in emulated]:
@@ -505,7 +505,7 @@ def steps(plan: str, fault: Fault, has_emulator: bool) -> Iterator[Step]:
 
 
 def groups(modules: list[str]) -> Iterator[list[str]]:
-    """The first module, the next two, the next four, and so on."""
+    """Yields the first module, the next two, the next four, and so on."""
     start, size = 0, 1
     while start < len(modules):
         yield modules[start : start + size]

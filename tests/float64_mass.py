@@ -1,12 +1,12 @@
-"""Attention mass of blocks, token by token in float64, NumPy only."""
+"""Computes the attention mass of blocks, token by token in float64 with NumPy."""
 
 import numpy as np
 
 
 def block_mass(query: np.ndarray, key: np.ndarray, size: int, *, first: int = 0) -> np.ndarray:
-    """Mass `[N, I, J]` of queries `[T, N, H]` at positions `first ..` over keys `[S, K, H]`.
+    """Returns mass `[N, I, J]` of queries `[T, N, H]` at `first ..` over keys `[S, K, H]`.
 
-    Row `i` stands for block `first // size + i`.
+    Row `i` is block `first // size + i`.
     """
     num_tokens, num_heads, head_dim = query.shape
     group = num_heads // key.shape[1]
@@ -25,9 +25,9 @@ def block_mass(query: np.ndarray, key: np.ndarray, size: int, *, first: int = 0)
 
 
 def best_rows(mass: np.ndarray, counts: np.ndarray, *, sink: int, local: int, first_row: int = 0):
-    """The `counts[i]` heaviest causal blocks of rows `[I, J]`, forced ones included, as lists.
+    """Lists the `counts[i]` heaviest causal blocks of rows `[I, J]`, forced ones included.
 
-    Returns the lists, and the least difference of mass, relative to the row's, that decided.
+    Also returns the smallest gap in mass at the edge of a list, relative to the row's mass.
     """
     lists, gap = [], np.inf
     for place, count in enumerate(counts):

@@ -1,7 +1,7 @@
 """Tiny random GGUF files, written with the package `gguf` alone.
 
-Names, the order of rows and the keys of the metadata are spelled out here a second time, on
-purpose: the loader under test has its own tables.
+Names, row order and metadata keys are spelled out here independently of the loader under test,
+which has its own tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
-# The bytes as tokens, in the order of `checkpoints.write_byte_tokenizer`.
+# Bytes as tokens, in the order of `checkpoints.write_byte_tokenizer`.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 CHARACTERS = {byte: chr(byte) for byte in PRINTABLE}
@@ -44,14 +44,14 @@ TEMPLATE = (
 
 
 def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor of a Hugging Face checkpoint."""
+    """Returns the name in a GGUF file of a tensor of a Hugging Face checkpoint."""
     for old, new in NAMES.items():
         name = name.replace(old + ".", new + ".")
     return name
 
 
 def permuted(tensor: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp's converter writes those of Llama."""
+    """Permutes rows of q or k as llama.cpp's converter does for Llama."""
     parts = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
     return parts.swapaxes(1, 2).reshape(tensor.shape)
 
@@ -68,17 +68,17 @@ def write_gguf(
     tokenizer: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Writes a tiny random model; returns its `config.json`, and its tensors as dequantised.
+    """Writes a tiny random model; returns its `config.json` and its dequantized tensors.
 
     Args:
         path: The file.
         model_type: "llama", "qwen2" or "qwen3".
         seed: Seed of the weights.
-        quantisation: ggml's type of the matrices; vectors are F32.
-        keys: More keys of the metadata, without the architecture's name.
+        quantisation: ggml type of the matrices; vectors are F32.
+        keys: More metadata keys, without the architecture's name.
         tensors: More tensors, by their names in the file.
-        edit: Called with the dict of arrays and types by name in the file, before it is written.
-        tokenizer: Arguments of `add_tokenizer`; None for the bytes.
+        edit: Called with the arrays and types by name in the file, before they are written.
+        tokenizer: Arguments of `add_tokenizer`; None for the byte tokenizer.
         **overrides: Entries of `config.json`.
     """
     config = tiny_config(model_type, **overrides)

@@ -1,4 +1,4 @@
-"""The code blocks of the guides, which tests run as they stand."""
+"""Extracts the code blocks of the guides, so that tests run them unchanged."""
 
 import importlib.util
 import re
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def block(page: Path, name: str) -> str:
-    """The Python block behind `<!-- name -->` of a page."""
+    """Returns the Python block after `<!-- name -->` of a page."""
     found = re.search(
         rf"<!-- {name} -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
     )
@@ -16,7 +16,7 @@ def block(page: Path, name: str) -> str:
 
 
 def load_example(page: Path, path: Path) -> ModuleType:
-    """The example of a page, written to a file of its own and imported from there."""
+    """Writes a page's example to a file of its own, and imports it from there."""
     path.write_text(block(page, "example"), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""Runs a policy for prefill on one layer, with lists of its own for every query head."""
+"""Runs a policy for prefill with per-query-head lists on one layer."""
 
 import functools
 
@@ -14,7 +14,7 @@ HEADS, HEAD_DIM = (4, 2), 16
 
 
 def draw(length: int, *, seed: int = 0, spread: float = 1.5, heads=HEADS) -> tuple[np.ndarray, ...]:
-    """Queries and keys of one prompt whose attention has columns and diagonals that stand out."""
+    """Draws one prompt's queries and keys; columns and diagonals of its attention stand out."""
     rng = np.random.default_rng(seed)
     query = rng.standard_normal((length, heads[0], HEAD_DIM))
     key = rng.standard_normal((length, heads[1], HEAD_DIM))
@@ -25,7 +25,7 @@ def draw(length: int, *, seed: int = 0, spread: float = 1.5, heads=HEADS) -> tup
 
 
 def stack(prompts, capacity: int = CAPACITY) -> tuple[jax.Array, jax.Array]:
-    """Prompts as a batch, padded with what nothing may read."""
+    """Stacks prompts as a batch; nothing may read the padding."""
 
     def pad(x: np.ndarray) -> np.ndarray:
         widths = ((0, capacity - len(x)), (0, 0), (0, 0))
@@ -42,7 +42,7 @@ def _select(query, cache, span, *, config):
 
 
 def select(config, query, key, lengths, *, begin: int = 0, stop: int | None = None):
-    """The selection for the columns `begin .. stop - 1`, on block boundaries, of a batch."""
+    """Selects for columns `begin .. stop - 1` of a batch, on block boundaries."""
     lengths, stop = np.asarray(lengths, np.int32), stop or query.shape[1]
     end = np.minimum(lengths, stop)
     is_real = np.arange(key.shape[1])[None, :, None, None] < end[:, None, None, None]
@@ -57,7 +57,7 @@ def select(config, query, key, lengths, *, begin: int = 0, stop: int | None = No
 
 
 def as_sets(selection, num_rows: int | None = None) -> list[list[list[set[int]]]]:
-    """Sequence, head, row: the listed blocks; lists must ascend."""
+    """Returns the listed blocks as `[sequence][head][row]`; lists must ascend."""
     ids, counts = np.asarray(selection.ids), np.asarray(selection.counts)
     found = []
     for batch in range(ids.shape[0]):
@@ -74,7 +74,7 @@ def as_sets(selection, num_rows: int | None = None) -> list[list[list[set[int]]]
 
 
 def causal_softmax(queries: np.ndarray, keys: np.ndarray, positions) -> np.ndarray:
-    """Attention of queries at some positions over the keys up to them, float64, row by row."""
+    """Computes attention weights of queries at given positions over causal keys, in float64."""
     rows = np.zeros((len(queries), len(keys)))
     for row, (query, position) in enumerate(zip(queries, positions, strict=True)):
         scores = keys[: position + 1].astype(np.float64) @ query.astype(np.float64)
@@ -84,7 +84,7 @@ def causal_softmax(queries: np.ndarray, keys: np.ndarray, positions) -> np.ndarr
 
 
 def best(scores, count: int, forced=()) -> tuple[set[int], float]:
-    """The `count` best indices, forced ones first, and how far the last stands from the next."""
+    """Returns the `count` best indices, forced ones first, and the gap to the next one."""
     forced = list(forced)[:count]
     others = [index for index in range(len(scores)) if index not in set(forced)]
     others.sort(key=lambda index: (-scores[index], index))

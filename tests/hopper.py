@@ -1,11 +1,11 @@
-"""Compiles kernels for GPUs on a machine without one, and reads what the assembler said.
+"""Compiles kernels for GPUs on a machine without one, and reads the assembler's messages.
 
 The tests use `Compiler`. It starts `serve` in an environment with JAX's CUDA plugin, `ptxas` and
-`nvdisasm`, which takes cases, a line each, and answers each with a line of JSON. A case is
-`file.py:NAME`, by its name in the file or in the file's table `COMPILED`. The answer is what the
-assembler said of the kernels. Behind the word `program` it is what the whole program writes to
-memory, how often its loops launch something, what it sends between GPUs if the case is for several
-(`ranks`), what runs meanwhile, and what it rounds numbers to.
+`nvdisasm`. `serve` reads one case per line and answers with a line of JSON. A case is
+`file.py:NAME`, by its name in the file or in the file's table `COMPILED`. The answer holds the
+assembler's messages about each kernel. With the word `program` before the case it describes the
+whole program: writes to memory, launches in loops, transfers between GPUs if the case is for
+several (`ranks`), work that overlaps them, and roundings.
 """
 
 import functools
@@ -25,7 +25,7 @@ from unittest import mock
 
 import sass
 
-# An H200, with its own (`a`) instructions: XLA fuses by what it takes such a chip to be worth.
+# An H200 with its own (`a`) instructions, as XLA's fusions depend on the chip's figures.
 TARGET = """
 gpu_device_info {
   cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
@@ -53,12 +53,11 @@ gpu_device_info {
 """
 _LEAST_WITH_KERNELS = 8.0
 _CAPABILITY = "major: 9 feature_extension: ACCELERATED_FEATURES"
-# Other GPUs, by compute capability: what their target says of it, and where they differ from an
-# H200. The figures of 8.0 (A100, 40 GB), 8.6 (A6000), 10.0 (B200) and 12.0 (RTX 6000 Pro) are
-# those of the targets in XLA's repository (`xla/backends/gpu/target_config/specs`), as the H200's
-# are, with two exceptions at 12.0: 100 KiB of shared memory, not 128, and the GPU's own (`a`)
-# instructions, as for the H200. XLA has no target for 8.9: figures of an RTX 4090 are unchecked.
-# Nor has it one for 7.5: those are the figures of a T4's data sheet.
+# Other GPUs by compute capability: their target, and its differences from an H200. Figures of 8.0
+# (A100, 40 GB), 8.6 (A6000), 10.0 (B200), 12.0 (RTX 6000 Pro) and the H200 are from XLA's
+# repository (`xla/backends/gpu/target_config/specs`), with two exceptions at 12.0: 100 KiB of
+# shared memory, not 128, and the GPU's own (`a`) instructions. XLA has no target for 8.9 and 7.5:
+# 8.9 has unchecked figures of an RTX 4090, 7.5 the figures of a T4's data sheet.
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "7.5": (
         "major: 7 minor: 5",
@@ -144,20 +143,20 @@ SHARED_KIB = {"9.0": 228} | {
     for name, (_, found) in _OTHERS.items()
     if float(name) >= _LEAST_WITH_KERNELS
 }
-"""Shared memory of a multiprocessor, in KiB, by compute capability, of GPUs with kernels."""
+"""Shared memory per multiprocessor in KiB, by compute capability, of GPUs with kernels."""
 _FACTS = {
     "registers": r"Used (\d+) registers",
     "stack_bytes": r"(\d+) bytes stack frame",
     "spill_store_bytes": r"(\d+) bytes spill stores",
     "spill_load_bytes": r"(\d+) bytes spill loads",
 }
-# What is printed for a kernel: lines of `ptxas`, then its code from `nvdisasm`.
+# For each kernel, lines of `ptxas` are printed, then its code from `nvdisasm`.
 _KERNEL = re.compile(r"^(ptxas .*?)^(\s*\.target\b.*?)(?=^ptxas |\Z)", re.M | re.S)
 _NAME = re.compile(r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?'")
 
 
 def read_assembler(text: str) -> dict[str, Any]:
-    """Registers, stack, spills and complaints in the messages of `ptxas -v` about one kernel."""
+    """Reads registers, stack, spills and warnings from the `ptxas -v` messages about one kernel."""
     facts: dict[str, Any] = {}
     for name, pattern in _FACTS.items():
         found = [int(number) for number in re.findall(pattern, text)]
@@ -170,12 +169,12 @@ def read_assembler(text: str) -> dict[str, Any]:
 
 
 def split_kernels(printed: str) -> list[tuple[str, str]]:
-    """Splits what was printed into the assembler's words about each kernel, and its code."""
+    """Splits the output into pairs of the assembler's messages about a kernel, and its code."""
     return _KERNEL.findall(printed)
 
 
 def read_kernels(printed: str) -> dict[str, dict[str, Any]]:
-    """Reads the assembler's words about each kernel, by name, and its hazards."""
+    """Reads the assembler's messages about each kernel, by name, and finds its hazards."""
     kernels = {}
     for said, code in split_kernels(printed):
         name = f"{_NAME.findall(said)[0]}_{len(kernels)}"
@@ -195,7 +194,7 @@ _NO_WRITES |= {"while", "custom-call"}
 def read_writes(text: str) -> list[tuple[int, str]]:
     """Finds each write to memory outside of custom calls: bytes and instruction.
 
-    Entries of a buffer that are replaced where they lie count for the whole of it; their line says
+    An in-place update of a buffer counts with the whole buffer's bytes; its line says
     `dynamic_update_slice` or `scatter`.
     """
     inlined = set(re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", text))
@@ -211,7 +210,7 @@ def read_writes(text: str) -> list[tuple[int, str]]:
 
 
 def read_launches(text: str) -> list[int]:
-    """How many kernels and copies each loop of a compiled program launches, the most first."""
+    """Counts kernels and copies that each loop of a compiled program launches, largest first."""
     bodies = set(re.findall(r"\bbody=%([\w.\-]+)", text))
     found = []
     for name, lines in _computations(text):
@@ -223,16 +222,16 @@ def read_launches(text: str) -> list[int]:
 
 
 def read_questions(text: str) -> int:
-    """How many instructions of a compiled program wait until the host has read a condition.
+    """Counts the instructions of a compiled program that wait until the host has read a condition.
 
-    They are branches, and loops whose number of rounds is not known.
+    These are branches, and loops whose number of rounds is unknown.
     """
     asking = re.compile(r" conditional\(| while\((?!.*known_trip_count)")
     return sum(asking.search(line) is not None for line in text.splitlines())
 
 
 def read_sends(text: str) -> list[tuple[str, int]]:
-    """Kind and bytes of what each collective of a compiled program leaves on a rank, in order."""
+    """Returns kind and result bytes per rank of each collective in a compiled program, in order."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     found = []
     for line in text.splitlines():
@@ -243,10 +242,10 @@ def read_sends(text: str) -> list[tuple[str, int]]:
 
 
 def read_overlaps(text: str) -> list[tuple[int, int]]:
-    """Finds the bytes of each all-gather of a compiled program, in order, and what runs meanwhile.
+    """Returns the bytes of each all-gather in a compiled program, and how much work overlaps it.
 
-    That is the matrix products and kernels that are launched between its start and its end. The
-    program is in the order in which a GPU launches it.
+    The work is the number of matrix products and kernels that are launched between its start and
+    its end. The program lists instructions in the GPU's launch order.
     """
     found: list[tuple[int, int]] = []
     for _, lines in _computations(text):
@@ -264,9 +263,9 @@ def read_overlaps(text: str) -> list[tuple[int, int]]:
 
 
 def read_products(text: str) -> list[tuple[str, str, str]]:
-    """Every product of matrices in a compiled program: its name in JAX, and both operands.
+    """Finds every matrix product of a compiled program: its name in JAX, and both operands.
 
-    Operands are written as XLA writes them, such as `bf16[32,64]`.
+    Operands are in XLA's notation, such as `bf16[32,64]`.
     """
     found = []
     for _, lines in _computations(text):
@@ -285,16 +284,16 @@ def read_products(text: str) -> list[tuple[str, str, str]]:
 
 
 def read_roundings(text: str) -> list[tuple[int, int]]:
-    """Bits of exponent and mantissa that a compiled program rounds numbers to that it goes on with.
+    """Returns exponent and mantissa bits of each rounding whose result the program uses.
 
-    Conversions to a narrower type and back are not among them: on GPUs XLA leaves such pairs out.
+    Conversions to a narrower type and back do not count: XLA leaves such pairs out on GPUs.
     """
     found = re.findall(r" reduce-precision\(.*?exponent_bits=(\d+), mantissa_bits=(\d+)", text)
     return [(int(exponent), int(mantissa)) for exponent, mantissa in found]
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The name of each computation of a compiled program, and its lines."""
+    """Yields the name of each computation of a compiled program, and its lines."""
     for computation in re.split(r"\n\n", text):
         head, *lines = computation.strip().split("\n")
         name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", head)
@@ -303,7 +302,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _largest(shape: str) -> int:
-    """Bytes of an array, or of the largest of a tuple."""
+    """Returns the bytes of an array, or of a tuple's largest array."""
     found = [0]
     for kind, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape):
         sizes = [int(size) for size in sizes.split(",") if size]
@@ -312,18 +311,18 @@ def _largest(shape: str) -> int:
 
 
 def path_of_assemblers(environment: Path) -> str:
-    """`PATH` with the programs of NVIDIA's wheels in a virtual environment."""
+    """Returns `PATH` with the programs of NVIDIA's wheels in a virtual environment."""
     wheels = environment.glob("lib/python3*/site-packages/nvidia/*/bin")
     return os.pathsep.join([*map(str, wheels), os.environ["PATH"]])
 
 
 def target(capability: str) -> str:
-    """The target of a GPU of a compute capability; that of Hopper is `TARGET`."""
+    """Returns the target of a GPU by its compute capability; Hopper's is `TARGET`."""
     if capability == "9.0":
         return TARGET
     name, facts = _OTHERS[capability]
     found = TARGET.replace(_CAPABILITY, name)
-    # A program has 1 KiB less than its multiprocessor.
+    # A thread block can use 1 KiB less than the multiprocessor has.
     optin = facts["shared_memory_per_core"] - 1024
     for key, value in (facts | {"shared_memory_per_block_optin": optin}).items():
         found = re.sub(rf"\b{key}: \S+", f"{key}: {value}", found)
@@ -332,7 +331,7 @@ def target(capability: str) -> str:
 
 @contextmanager
 def compiling_for(capability: str) -> Iterator[None]:
-    """Mosaic GPU compiles for this capability; any device that is pretended it takes for 9.0."""
+    """Makes Mosaic GPU compile for this capability; it takes any pretended device for 9.0."""
     from jax.experimental.mosaic.gpu import utils
 
     from sketchwalk_jax.pallas_kernels import config, dispatch
@@ -340,7 +339,7 @@ def compiling_for(capability: str) -> Iterator[None]:
     major, minor = map(int, capability.split("."))
     has_kernels = float(capability) >= _LEAST_WITH_KERNELS
     here = "hopper" if capability == "9.0" else "ampere" if has_kernels else None
-    memory = {"9.0": SHARED_KIB.get(capability, 0)}  # a CPU is taken for 9.0
+    memory = {"9.0": SHARED_KIB.get(capability, 0)}  # a CPU counts as 9.0
     with (
         mock.patch.object(utils, "_infer_arch", lambda: (major, minor)),
         mock.patch.object(dispatch, "kernels_here", lambda: here),
@@ -350,7 +349,7 @@ def compiling_for(capability: str) -> Iterator[None]:
 
 
 def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
-    """A mesh of pretended GPUs, in an environment with JAX's CUDA plugin."""
+    """Makes a mesh of pretended GPUs, in an environment with JAX's CUDA plugin."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -360,16 +359,16 @@ def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
 
 
 class Compiler:
-    """The program below in another environment; a case that kills it leaves the others alone."""
+    """Runs `serve` in another environment; a case that crashes it does not affect the others."""
 
     def __init__(self, python: str, *folders: Path, capability: str = "9.0") -> None:
-        self._python, self._folders = python, folders  # of modules that cases import
+        self._python, self._folders = python, folders  # folders: of modules that cases import
         self._capability = capability
         self._log = tempfile.TemporaryFile("w+")
         self._program: subprocess.Popen[str] | None = None
 
     def compile(self, name: str) -> dict[str, Any]:
-        """The kernels of one case, by name; fails with the program's last words."""
+        """Returns the kernels of one case, by name; fails with the last output of `serve`."""
         if self._program is None or self._program.poll() is not None:
             self._program = subprocess.Popen(
                 [self._python, "-c", "import hopper; hopper.serve()", self._capability],
@@ -401,7 +400,7 @@ class Compiler:
         folder = Path(__file__).resolve().parent
         search = [str(path) for path in (folder.parent, folder, *self._folders)]
         programs = path_of_assemblers(Path(self._python).parents[1])
-        drop = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # a cached program says nothing
+        drop = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # a cached program prints nothing
         kept = {name: value for name, value in os.environ.items() if name not in drop}
         return kept | {
             "JAX_PLATFORMS": "cpu",
@@ -411,11 +410,11 @@ class Compiler:
 
 
 def serve() -> None:
-    """Answers names from standard input until it ends, for the GPU that the first argument names.
+    """Compiles the cases that standard input names, for the GPU of the first argument.
 
-    A process of JAX compiles for one GPU alone.
+    A JAX process compiles for one GPU only.
     """
-    answers = os.fdopen(os.dup(1), "w")  # whatever compilers print is not an answer
+    answers = os.fdopen(os.dup(1), "w")  # compilers print to standard output, too
     with _prepare(sys.argv[1]) as compile_case:
         for line in sys.stdin:
             try:
@@ -429,8 +428,8 @@ def serve() -> None:
 def _prepare(capability: str) -> Iterator[Callable[[str], dict[str, Any]]]:
     with tempfile.TemporaryFile("w+") as printed:
         os.dup2(printed.fileno(), 1)
-        # Read when JAX is imported; autotuning would run programs. Into a folder the compiler would
-        # also write the module after each of its passes, 100 MB for a kernel, in half of the time.
+        # JAX reads these when it is imported. Autotuning would run programs. No dump folder: the
+        # compiler would also write 100 MB of passes per kernel, in half of its time.
         os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
@@ -473,7 +472,7 @@ def _prepare(capability: str) -> Iterator[Callable[[str], dict[str, Any]]]:
 
 
 def _find(name: str, capability: str) -> Any:
-    """A case of a file, by its name there or in the file's table of cases of a GPU."""
+    """Finds a case by its name in a file, or in the file's table of cases of a GPU."""
     file, _, name = name.rpartition(":")
     found = _read_file(file)
     compiled = found.get("COMPILED", {}).get(capability, ())

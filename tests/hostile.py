@@ -1,15 +1,14 @@
-"""A fuzzer of everything that comes from outside: it breaks good input, and looks what happens.
+"""Fuzzes all input from outside: breaks good input, and checks what the library does with it.
 
     python tests/hostile.py                                 # 2,000 cases, as CI runs them
     python tests/hostile.py --cases 100000 --seed 7         # a longer run
     python tests/hostile.py --minutes 60 --seed 7           # as many as fit
     python tests/hostile.py --kind gguf --first 1234        # one case again
 
-Each kind starts from a corpus of good input and of known attacks. A case either works or raises an
+Each kind starts from a corpus of good input and known attacks. A case either works or raises an
 error whose message is for the user. Anything else is a finding: another exception, a crash, more
-than 30 seconds, or more memory than `MEMORY` beyond what the process had at its start. Cases run in
-processes of their own, which are started again after a crash; case `n` of a kind and a seed is the
-same in every run.
+than 30 seconds, or more memory than `MEMORY` beyond the process's start. Cases run in processes of
+their own, which restart after a crash. Case `n` of a kind and a seed is the same in every run.
 """
 
 import argparse
@@ -33,9 +32,9 @@ from typing import Any
 
 SECONDS = 30
 MEMORY = 3 * 2**30
-"""Bytes that a process may map beyond what it has at its start; a case that asks for more fails."""
+"""Bytes that a process may map beyond its start; a case that asks for more fails."""
 
-# Each with its share of the cases.
+# Number of cases of each kind in a default run.
 KINDS = {
     "config": 500,
     "safetensors": 350,
@@ -50,7 +49,7 @@ KINDS = {
 }
 
 
-# Broken JSON.
+# Damage to JSON and bytes.
 
 SCALARS: list[Any] = [
     None, True, False, 0, -1, 1, 2, 3, 7, 10**6, 2**31, 2**63, 10**30, 0.0, -0.5, 0.5, 1e-320,
@@ -60,7 +59,7 @@ SCALARS: list[Any] = [
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a parsed JSON value."""
+    """Returns the paths of all values inside a parsed JSON value."""
     found = [path] if path else []
     if isinstance(value, dict):
         for name in value:
@@ -72,7 +71,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def break_json(value: Any, rng: random.Random, changes: int = 2) -> Any:
-    """A copy with some values replaced, removed, renamed or doubled."""
+    """Returns a copy with some values replaced, removed, renamed or doubled."""
     value = json.loads(json.dumps(value))
     for _ in range(rng.randint(1, changes)):
         where = places(value)
@@ -84,7 +83,7 @@ def break_json(value: Any, rng: random.Random, changes: int = 2) -> Any:
             node = node[name]
         action = rng.random()
         if action < 0.7:
-            node[last] = copy.deepcopy(rng.choice(SCALARS))  # later changes are of the copy
+            node[last] = copy.deepcopy(rng.choice(SCALARS))  # a later change must not alter SCALARS
         elif action < 0.85:
             del node[last]
         elif isinstance(node, dict):
@@ -97,7 +96,7 @@ def break_json(value: Any, rng: random.Random, changes: int = 2) -> Any:
 
 
 def to_bytes(value: Any, rng: random.Random) -> bytes:
-    """JSON, now and then not quite."""
+    """Encodes JSON, and breaks it in some cases."""
     text = json.dumps(value).encode("utf-8", "surrogatepass")
     action = rng.random()
     if action < 0.85:
@@ -106,7 +105,7 @@ def to_bytes(value: Any, rng: random.Random) -> bytes:
 
 
 def break_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Content that is cut, has bytes changed, or something in its middle."""
+    """Returns content that is cut or replaced, has changed bytes, or has bytes inserted."""
     action = rng.random()
     place = rng.randrange(len(content) + 1)
     if action < 0.3:
@@ -118,14 +117,14 @@ def break_bytes(content: bytes, rng: random.Random) -> bytes:
     broken = bytearray(content)
     for _ in range(rng.randint(1, 8)):
         if broken:
-            # The beginning, where headers are, more often than the rest.
+            # Change headers, which are at the beginning, more often than the rest.
             end = len(broken) if rng.random() < 0.5 else min(len(broken), 400)
             broken[rng.randrange(end)] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
     return bytes(broken)
 
 
 class Case:
-    """What a case may use: a folder of its own kind, and its random numbers."""
+    """Gives a case its folder, shared by its kind, and its random numbers."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the good input."""
@@ -142,7 +141,7 @@ class Case:
         self.work = folder / "work"
 
     def copy(self, source: Path) -> Path:
-        """A fresh folder of links to the files of a good checkpoint."""
+        """Makes a fresh folder of links to the files of a good checkpoint."""
         if self.work.exists():
             for path in self.work.iterdir():
                 path.unlink()
@@ -152,13 +151,13 @@ class Case:
         return self.work
 
     def replace(self, name: str, content: bytes) -> None:
-        """Puts another file in the place of one of the copy."""
+        """Replaces one file of the copy."""
         (self.work / name).unlink(missing_ok=True)
         (self.work / name).write_bytes(content)
 
 
 def run_config(case: Case, rng: random.Random) -> None:
-    """`config.json` and `generation_config.json`."""
+    """Damages `config.json` and `generation_config.json`."""
     import checkpoints
 
     from sketchwalk_jax.models import ModelConfig
@@ -197,7 +196,7 @@ def run_config(case: Case, rng: random.Random) -> None:
 
 
 def load_it(path: Path) -> None:
-    """Loads a checkpoint; what loads has the arrays that it should have."""
+    """Loads a checkpoint; if it loads, its arrays must be right."""
     from sketchwalk_jax.models import load
     from sketchwalk_jax.models.params import check_params
 
@@ -206,7 +205,7 @@ def load_it(path: Path) -> None:
 
 
 def break_header(content: bytes, rng: random.Random) -> bytes:
-    """A safetensors file whose header says something else."""
+    """Returns a safetensors file with a wrong header."""
     (size,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
     names = [name for name in header if name != "__metadata__"]
@@ -255,7 +254,7 @@ def break_header(content: bytes, rng: random.Random) -> bytes:
 
 
 def run_safetensors(case: Case, rng: random.Random) -> None:
-    """Headers, offsets, shapes, and files that are cut."""
+    """Damages headers and offsets, and cuts files."""
     case.copy(case.good)
     content = (case.good / "model.safetensors").read_bytes()
     broken = break_header(content, rng) if rng.random() < 0.7 else break_bytes(content, rng)
@@ -264,7 +263,7 @@ def run_safetensors(case: Case, rng: random.Random) -> None:
 
 
 def run_index(case: Case, rng: random.Random) -> None:
-    """The index of several files."""
+    """Damages the index of several files."""
     case.copy(case.sharded)
     name = "model.safetensors.index.json"
     index = json.loads((case.sharded / name).read_text())
@@ -290,7 +289,7 @@ def run_index(case: Case, rng: random.Random) -> None:
 
 
 def run_gguf(case: Case, rng: random.Random) -> None:
-    """Headers, metadata and tensors of a GGUF file."""
+    """Damages headers, metadata and tensors of a GGUF file."""
     from sketchwalk_jax.text.tokenizer import load_tokenizer
 
     content = case.gguf.read_bytes()
@@ -298,7 +297,7 @@ def run_gguf(case: Case, rng: random.Random) -> None:
     if action < 0.4:
         content = break_bytes(content, rng)
     else:
-        # Numbers of the metadata: the four or eight bytes behind a key.
+        # Change numbers of the metadata: the four or eight bytes after a key.
         keys = [
             match.end() for match in re.finditer(rb"(llama|general|tokenizer)\.[a-z_.]+", content)
         ]
@@ -315,7 +314,7 @@ def run_gguf(case: Case, rng: random.Random) -> None:
 
 
 def run_tokenizer(case: Case, rng: random.Random) -> None:
-    """`tokenizer.json` and `tokenizer_config.json`."""
+    """Damages `tokenizer.json` and `tokenizer_config.json`."""
     from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 
     case.copy(case.good)
@@ -361,14 +360,14 @@ GOOD_TEMPLATE = (
 
 
 def run_template(case: Case, rng: random.Random) -> None:
-    """Chat templates that are wrong, loop, grow or look around; and messages of any kind."""
+    """Runs chat templates that fail, loop, grow or spy, on messages of any kind."""
     from sketchwalk_jax.text.tokenizer import apply_chat_template
 
     tokenizer = _tokenizer(case)
     source = rng.choice([*ATTACKS, GOOD_TEMPLATE, GOOD_TEMPLATE])
     if rng.random() < 0.5:
         source = break_bytes(source.encode(), rng)[:10_000].decode("utf-8", "replace")
-    # The one attack that takes its ten seconds, and not each time.
+    # This attack runs into the time limit of ten seconds: use it rarely.
     if "99999" in source and rng.random() < 0.8:
         source = GOOD_TEMPLATE
     tokenizer.chat_template = source
@@ -386,7 +385,7 @@ def _tokenizer(case: Case) -> Any:
 
 
 def run_prompt(case: Case, rng: random.Random) -> None:
-    """Prompts: bytes, 10 MB, nothing; and tokens of any kind."""
+    """Tries prompts of bytes, of 10 MB and of nothing, and tokens of any kind."""
     import numpy as np
 
     from sketchwalk_jax.cli import prompt
@@ -417,7 +416,7 @@ def run_prompt(case: Case, rng: random.Random) -> None:
 
 
 def run_results(case: Case, rng: random.Random) -> None:
-    """`quality.json`, to be read and to be continued."""
+    """Damages `quality.json`, then reads and continues it."""
     import quality_rows
 
     from sketchwalk_jax.evaluation.results import ResultsFile, read_results
@@ -446,7 +445,7 @@ def run_results(case: Case, rng: random.Random) -> None:
 
 
 def run_plan(case: Case, rng: random.Random) -> None:
-    """A plan beside a checkpoint."""
+    """Damages a checkpoint's plan."""
     import tiny
 
     from sketchwalk_jax.plan import Plan
@@ -459,7 +458,7 @@ def run_plan(case: Case, rng: random.Random) -> None:
 
 
 def run_saved(case: Case, rng: random.Random) -> None:
-    """`model_config.json` of a directory that `save` wrote."""
+    """Damages `model_config.json` of a directory that `save` wrote."""
     import dataclasses
 
     import tiny
@@ -479,11 +478,11 @@ RUN: dict[str, Callable[[Case, random.Random], None]] = {
     name: globals()[f"run_{name}"] for name in KINDS
 }
 FOR_USERS = (ValueError, NotImplementedError, OSError)
-"""What a case may raise: messages for the user."""
+"""Errors that a case may raise: their messages are for the user."""
 
 
 def work(kind: str, seed: int, first: int, count: int, until: float, report: Path) -> None:
-    """Runs cases in this process; a line of the report for each that begins or fails."""
+    """Runs cases in this process; prints a line when one begins and when one fails."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax  # noqa: F401  (its memory is not the cases')
@@ -491,7 +490,7 @@ def work(kind: str, seed: int, first: int, count: int, until: float, report: Pat
     with tempfile.TemporaryDirectory() as folder, report.open("a", encoding="utf-8") as file:
         case = Case(Path(folder))
         try:
-            RUN[kind](case, random.Random(0))  # imports
+            RUN[kind](case, random.Random(0))  # imports before memory is limited
         except FOR_USERS:
             pass
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
@@ -520,7 +519,7 @@ def work(kind: str, seed: int, first: int, count: int, until: float, report: Pat
 def fuzz(
     kind: str, *, seed: int, first: int, count: int, minutes: float | None = None
 ) -> dict[str, Any]:
-    """Runs cases of one kind; returns counts and findings."""
+    """Runs cases of one kind in a subprocess; returns counts and findings."""
     until = time.time() + (minutes * 60 if minutes else 10**9)
     findings, done, slowest, peak, last = [], 0, 0.0, 0, first + count
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""A small server on 127.0.0.1 that speaks the Hugging Face hub's protocol, as far as downloads go.
+"""Serves the Hugging Face hub's download protocol on 127.0.0.1.
 
-It serves folders as repositories of one commit, answers ranges, and remembers what was asked for.
+The server has folders as repositories of one commit, answers ranges, and records all requests.
 """
 
 import hashlib
@@ -15,15 +15,15 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub:
-    """The server, while it is entered.
+    """The server, which runs inside `with`.
 
     Attributes:
         repositories: Folder of each repository, by its name.
-        gated: Names of repositories that nobody has access to.
-        asked: Paths of all requests for files, with the range that was asked for, if any.
-        stopped: Names of files whose transfer stands still in the middle.
+        gated: Names of repositories to which access is refused.
+        asked: Paths of all requests for files, with the requested range, if any.
+        stopped: Names of files whose transfer stalls in the middle.
         dropped: Names of files whose connection breaks in the middle, once.
-        rate: Bytes per second of each file, None for as fast as it goes.
+        rate: Bytes per second of each file; None for no limit.
     """
 
     def __init__(self, *, rate: float | None = None) -> None:
@@ -53,11 +53,11 @@ class Hub:
 
     @property
     def endpoint(self) -> str:
-        """What `HF_ENDPOINT` has to say."""
+        """Returns the value for `HF_ENDPOINT`."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Variables under which a process downloads from here, and keeps it in `home`."""
+        """Returns variables with which a process downloads from this server into `home`."""
         return {
             "HF_ENDPOINT": self.endpoint,
             "HF_HOME": str(home),
@@ -72,7 +72,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     served: Hub
-    protocol_version = "HTTP/1.0"  # a connection for each request: none outlives the server
+    protocol_version = "HTTP/1.0"  # one connection per request, so that none outlives the server
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.served.dropped.remove(file.name)
             else:
                 self._write(content[middle:])
-        except OSError:  # the reader is gone
+        except OSError:  # the client has closed the connection
             pass
 
     def _write(self, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of attention's kernels, what the equations make of them, and memory full of NaN."""
+"""Draws inputs of attention kernels, computes expected results, and fills memory with NaN."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ import reference
 from attention_cases import AttentionKernelCase
 from cases import LAYER, NUM_LAYERS
 
-# What lists may hold beyond their count, besides the number of blocks.
+# Values, besides the number of blocks, that kernels must ignore after a list's count.
 NONSENSE = (0, -1, 2**30)
 
 
 def poison(shapes: Any) -> None:
-    """Fills memory with NaN where a call that returns such shapes is likely to put them."""
+    """Fills memory with NaN where results of these shapes are likely to be allocated."""
     arrays = []
     for leaf in jax.tree.leaves(shapes):
         words = -(-leaf.size * leaf.dtype.itemsize // 4)
@@ -27,7 +27,7 @@ def poison(shapes: Any) -> None:
 
 
 def run(function: Callable[..., Any], arguments: Any, capfd: Any, *, times: int) -> Any:
-    """The results of runs in memory full of NaN, which are the same bit for bit."""
+    """Runs a function in memory full of NaN; all runs must agree bit for bit."""
     runs = []
     for _ in range(times):
         poison(jax.eval_shape(function, *arguments))
@@ -40,10 +40,10 @@ def run(function: Callable[..., Any], arguments: Any, capfd: Any, *, times: int)
 
 
 def draw_attention(case: AttentionKernelCase, seed: int) -> tuple[tuple[Any, ...], np.ndarray]:
-    """Arguments of the kernel, and the mask of blocks `[B, M, I, J]` that its lists spell.
+    """Draws the kernel's arguments, and returns the block mask `[B, M, I, J]` of its lists.
 
-    The cache is NaN beyond every sequence's length and in all other layers. In prefill the second
-    row, if it is not the last, has an empty list. Lists of pages name some of their row's own.
+    The cache is NaN beyond each sequence's length and in other layers. In prefill the second query
+    block, if not the last, has an empty list. Lists of pages name some of their row's own.
     """
     rng = np.random.default_rng(seed)
     batch, (num_heads, num_kv_heads) = len(case.lengths), case.heads
@@ -66,9 +66,9 @@ def draw_attention(case: AttentionKernelCase, seed: int) -> tuple[tuple[Any, ...
     row = columns * case.block_size // case.row_tokens
     if case.row_size is None:
         mask |= (columns == absolute[..., None])[:, None]
-    # As selections do, lists name blocks up to the diagonal, none of them without a token.
+    # As in selections, lists name blocks up to the diagonal, and only blocks that hold a token.
     there = columns * case.block_size < np.array(case.lengths)[:, None]
-    if case.row_size is not None:  # beside their own some may be without
+    if case.row_size is not None:  # pages of the row's own block may be without a token
         there |= row == (np.array(case.lengths)[:, None] - 1) // case.row_tokens
     mask &= ((row <= absolute[..., None]) & there[:, None])[:, None]
     if case.num_rows > 2:
@@ -85,7 +85,7 @@ def draw_attention(case: AttentionKernelCase, seed: int) -> tuple[tuple[Any, ...
 def expected_attention(
     case: AttentionKernelCase, arguments: tuple[Any, ...], mask: np.ndarray, row: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The output and log-sum-exp of one sequence, in float32."""
+    """Computes output and log-sum-exp of one sequence, in float32."""
     query, key, value = (x.astype(jnp.float32) for x in arguments[:3])
     first, length = int(arguments[-1][row]) * case.row_tokens, case.lengths[row]
     tokens = query.shape[1]
@@ -103,7 +103,7 @@ def expected_attention(
 def drop_own_block(
     case: AttentionKernelCase, arguments: tuple[Any, ...], mask: np.ndarray
 ) -> tuple[tuple[Any, ...], np.ndarray]:
-    """The same with a list of a prompt that lacks its row's own block, the last one."""
+    """Removes the row's own block, the last one, from one list of a prompt."""
     *others, counts, layer, lengths, first = arguments
     if case.op == "decode" or case.num_rows < 3:
         return arguments, mask
@@ -116,11 +116,11 @@ def drop_own_block(
 def spoil(
     case: AttentionKernelCase, arguments: tuple[Any, ...], mask: np.ndarray, seed: int
 ) -> tuple[tuple[Any, ...], np.ndarray, np.ndarray]:
-    """Arguments with one token in each sequence that is not finite, and whom it may and must reach.
+    """Makes one token of each sequence non-finite; returns who may and who must see it.
 
-    All features of one head or a single one, of a value, a key or a query. Returns with them who
-    sees it, `[B, T, N]`, and of which of these an output cannot be finite: an infinite score may be
-    the one of a weight of 0.
+    The token's query, key or value is changed, in one feature or all of one head. The first mask,
+    `[B, T, N]`, marks outputs that see it. The second marks outputs that cannot be finite: an
+    infinite score may also give a weight of 0.
     """
     rng = np.random.default_rng(seed)
     arrays = [np.array(x, np.float32) for x in arguments[:3]]
@@ -148,7 +148,7 @@ def spoil(
         else:
             own = np.arange(num_heads) // (num_heads // kv_heads) == head
             sees[row] = (lists[:, :, position // size] & (where >= position)).T & own
-        is_real = (where < length)[:, None]  # padding may be left out
+        is_real = (where < length)[:, None]  # a kernel may skip padding
         must[row] = sees[row] & is_real & (np.isnan(what) or which == 2)
     floats = [jnp.asarray(x, case.dtype) for x in arrays]
     return (*floats, *arguments[3:]), sees, must
@@ -157,7 +157,7 @@ def spoil(
 def assert_reaches_those_who_see(
     found: tuple[Any, ...], clean: tuple[Any, ...], sees: np.ndarray, must: np.ndarray
 ) -> None:
-    """Whoever does not see what `spoil` put there has the same bits, outputs and log-sum-exps."""
+    """Checks that outputs that do not see the token of `spoil` are unchanged, bit for bit."""
     for one, other in zip(found, clean, strict=True):
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         np.testing.assert_array_equal(one[~sees], other[~sees])
@@ -174,7 +174,7 @@ def assert_spoilt_reaches_those_who_see(
     *,
     seeds: int,
 ) -> None:
-    """Spoils the arguments, for so many seeds: this reaches those who see it, and nobody else."""
+    """Spoils the arguments, for several seeds: only outputs that see the token may change."""
     clean, num_reached = run(arguments), 0
     for seed in range(seeds):
         spoiled, sees, must = spoil(case, arguments, mask, seed)
@@ -184,7 +184,7 @@ def assert_spoilt_reaches_those_who_see(
 
 
 def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:
-    """Queries of a sequence that stand at real positions; what follows is padding."""
+    """Counts a sequence's queries at real positions; later ones are padding."""
     if case.op == "decode":
         return 1
     there = case.lengths[row] - first * case.row_tokens
@@ -192,6 +192,6 @@ def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:
 
 
 def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:
-    """`‖actual - wanted‖ / ‖wanted‖` over everything."""
+    """Returns `‖actual - wanted‖ / ‖wanted‖` over all numbers."""
     scale = float(np.linalg.norm(wanted))
     return float(np.linalg.norm(actual.astype(np.float32) - wanted)) / max(scale, 1e-30)

@@ -1,13 +1,12 @@
-"""Kills what reads or writes for long at random moments, continues it, and looks what is left.
+"""Kills long reads and writes at random moments, continues them, and checks their files.
 
     python tests/kills.py                                   # 20 kills of each kind
     python tests/kills.py --kind evaluation --kills 5 --seed 3
 
-A *writer* writes version after version of one thing until it is killed; a *run* is a command with
-an end, which is killed at a moment of its own length and called again. After every kill what was
-finished before must be there and whole, and where nothing is finished nothing must look so. A run
-that came to its end must have given what an uninterrupted one gives. Kills are SIGKILL: nothing
-of the process runs after it.
+A *writer* writes versions of one thing until it is killed. A *run* is a command that ends; it is
+killed at a random moment of its duration and started again. After every kill, finished work must be
+there and whole, and unfinished work must not look finished. A run that ends must give the result of
+an uninterrupted run. Kills are SIGKILL: the process cannot clean up.
 """
 
 import argparse
@@ -29,7 +28,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Each goes on where the one before it was killed, and prints a number when a version is finished.
+# Each continues after the last kill, and prints a number when a version is finished.
 WRITERS = {
     "orbax": """
 from tiny import MODEL, params
@@ -80,7 +79,7 @@ root, target = {str(ROOT)!r}, sys.argv[1]
 
 
 def version_of(kind: str, target: Path) -> int:
-    """The version that a writer left, read as a user reads it."""
+    """Returns the version that a writer left, read through the public functions."""
     if kind == "results":
         from sketchwalk_jax.evaluation.results import read_results
 
@@ -113,7 +112,7 @@ def kill_writer(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, 
         left = version_of(kind, target)
         assert left in (finished, finished + 1), f"{left} was left of {finished}"
         finished = left
-    # Of what was being written nothing is left but hidden files beside it.
+    # Unfinished writes may leave only hidden files next to the target.
     assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {"target"}
     return {"kind": kind, "kills": kills, "seed": seed, "versions": finished}
 
@@ -126,13 +125,13 @@ EVALUATION = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A command with an end.
+    """A command that ends.
 
     Attributes:
-      command: Its words, for a folder to write into.
-      finished: What is finished in a folder, as something that may only grow (`<=`).
-      result: What the whole run has given.
-      server: What it talks to, entered meanwhile.
+      command: Gives the command line for an output folder.
+      finished: Gives the finished work in a folder, in a type where `<=` means that none is lost.
+      result: Gives the result of the whole run.
+      server: A server that the command needs, running meanwhile.
     """
 
     command: Callable[[Path], list[str]]
@@ -142,7 +141,7 @@ class Run:
 
 
 def evaluation(folder: Path) -> Run:
-    """`sketchwalk eval` of a tiny model."""
+    """Returns a run of `sketchwalk eval` of a tiny model."""
     import checkpoints
 
     from sketchwalk_jax.evaluation.results import read_results
@@ -151,7 +150,7 @@ def evaluation(folder: Path) -> Run:
     checkpoints.write_checkpoint(model, tokenizer=True)
 
     def rows(out: Path) -> list[str]:
-        """The rows; a file that lacks some says so."""
+        """Reads the rows; an incomplete file says so."""
         path = out / "quality.json"
         if not path.exists():
             return []
@@ -172,14 +171,14 @@ def evaluation(folder: Path) -> Run:
 
 
 class _Growing(list[str]):
-    """Rows: what is finished stays, and stays first."""
+    """Rows that only grow at the end."""
 
     def __le__(self, other: list[str]) -> bool:
         return other[: len(self)] == self
 
 
 def prompts(folder: Path) -> Run:
-    """`sketchwalk generate --prompts`: many short texts of a tiny model."""
+    """Returns a run of `sketchwalk generate --prompts`: many short texts of a tiny model."""
     import checkpoints
 
     model, lines = folder / "model", folder / "prompts.jsonl"
@@ -191,7 +190,7 @@ def prompts(folder: Path) -> Run:
     lines.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
 
     def finished(out: Path) -> frozenset[bytes]:
-        """The whole lines, each of them a text."""
+        """Returns the whole lines, each of which must be a text."""
         path = out / "texts.jsonl"
         whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         found = [json.loads(line) for line in whole]
@@ -214,7 +213,7 @@ def prompts(folder: Path) -> Run:
     return Run(command, finished, result)
 
 
-# First without a network: of half a download nothing may be loaded.
+# Loads without network first: half a download must not load.
 _DOWNLOAD = """
 import os
 os.environ.update({environment})
@@ -237,11 +236,11 @@ if before is not None:
 
 
 def download(folder: Path) -> Run:
-    """`load("org/name")` from a slow hub on this machine."""
+    """Returns a run of `load("org/name")` from a slow hub on this machine."""
     import checkpoints
     from hub_server import Hub
 
-    # The parts are of many sizes, so that they end one after another.
+    # Parts of different sizes finish one after another.
     hub, repository = Hub(rate=3e6), folder / "repository"
     checkpoints.write_checkpoint(
         repository, "qwen3", tokenizer=True, num_shards=4, vocab_size=8192, hidden_size=64
@@ -250,7 +249,7 @@ def download(folder: Path) -> Run:
     known, num_asked = dict[Path, frozenset[str]](), 0
 
     def finished(out: Path) -> frozenset[str]:
-        """The files that are there, all of them whole; none is asked for a second time."""
+        """Returns the finished files; each must be whole and requested only once."""
         nonlocal num_asked
         found = {path.name: path for path in out.glob("hub/models--org--name/snapshots/*/*")}
         for name, path in found.items():
@@ -281,7 +280,7 @@ KINDS = (*WRITERS, *RUNS)
 
 
 def kill_run(kind: str, run: Run, *, kills: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Kills a run `kills` times, each time at a moment of its length; returns counts."""
+    """Kills a run `kills` times, at random moments; returns counts."""
     rng, log = random.Random(f"{kind} {seed}"), folder / "log"
 
     def start(out: Path) -> subprocess.Popen:
@@ -295,7 +294,7 @@ def kill_run(kind: str, run: Run, *, kills: int, seed: int, folder: Path) -> dic
         assert process.wait() == 0, log.read_text()[-3000:]
 
     whole = folder / "whole"
-    end(start(whole))  # compiles
+    end(start(whole))  # fills the compilation cache
     expected = run.result(whole)
     shutil.rmtree(whole)
     started = time.monotonic()
@@ -313,7 +312,7 @@ def kill_run(kind: str, run: Run, *, kills: int, seed: int, folder: Path) -> dic
         out, finished, rounds = folder / f"round {rounds}", None, rounds + 1
         while count < kills:
             is_fresh, started, process = not out.exists(), time.monotonic(), start(out)
-            # Every second one where an uninterrupted run has something finished already.
+            # Every second kill comes after an uninterrupted run would have finished something.
             moment = rng.uniform(0.0 if count % 2 else begun, seconds)
             try:
                 assert process.wait(moment) == 0, log.read_text()[-3000:]
@@ -335,7 +334,7 @@ def kill_run(kind: str, run: Run, *, kills: int, seed: int, folder: Path) -> dic
 
 
 def _wait_for_group(number: int) -> None:
-    """Waits until no process is left that a killed one has started."""
+    """Waits until no child of a killed process is left."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
@@ -350,7 +349,7 @@ def kill(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, Any]:
     """Kills one of `KINDS` in an empty folder; returns counts.
 
     Raises:
-      AssertionError: If something finished is lost, is not whole, or a result differs.
+      AssertionError: If finished work is lost or damaged, or a result differs.
     """
     if kind in WRITERS:
         return kill_writer(kind, kills=kills, seed=seed, folder=folder)

@@ -1,4 +1,4 @@
-"""Shapes of matrix products of few rows, and of the mlp's quantised rows, that tests compile."""
+"""Shapes of decode matmuls and of the mlp's quantized rows, which tests compile."""
 
 import dataclasses
 from typing import Any
@@ -12,15 +12,15 @@ from sketchwalk_jax import KernelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearKernelCase:
-    """Rows times one layer of stacked weights.
+    """A decode matmul: rows times one layer of stacked weights.
 
     Attributes:
-      rows: Rows.
-      inputs: Their width.
+      rows: Number of rows.
+      inputs: Width of the rows.
       columns: Columns of each array of weights.
-      has_norm: Whether the rows go through a norm.
-      dtype: Of the weights: 16 bits, `[L, D, F]`, for the kernel of GPUs from Ampere on; or eight
-        bits, `[L, F, D]`, for Hopper's.
+      has_norm: Whether the kernel normalizes the rows first.
+      dtype: Type of the weights: 16 bits, `[L, D, F]`, for the kernel for GPUs from Ampere on; or
+        eight bits, `[L, F, D]`, for Hopper's.
     """
 
     rows: int
@@ -30,7 +30,7 @@ class LinearKernelCase:
     dtype: str = "bfloat16"
 
     def __str__(self) -> str:
-        """The name of the case."""
+        """Returns the name of the case in test ids."""
         columns = "+".join(map(str, self.columns))
         kind = " with a norm" if self.has_norm else ""
         return f"linear in {self.dtype}, {self.rows}x{self.inputs} to {columns}{kind}"
@@ -41,7 +41,7 @@ class LinearKernelCase:
         return self.dtype in ("bfloat16", "float16")
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """The products."""
+        """Returns the products as a function of arrays, and their shapes."""
         from sketchwalk_jax.pallas_kernels.decode_matmul.decode_matmul import decode_matmul_kernel
         from sketchwalk_jax.pallas_kernels.decode_matmul.hopper import hopper_decode_matmul_kernel
 
@@ -74,24 +74,24 @@ class LinearKernelCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedRowsCase:
-    """Rows of a gated mlp in eight bits, of their products."""
+    """The mlp's SwiGLU of products, quantized to eight bits by row."""
 
     rows: int
     columns: int
 
     def __str__(self) -> str:
-        """The name of the case."""
+        """Returns the name of the case in test ids."""
         return f"float8 SwiGLU {self.rows}x{self.columns}"
 
     @property
     def threads(self) -> int:
-        """Threads of a multiprocessor that the kernel counts on."""
+        """Threads per multiprocessor that the kernel assumes."""
         from sketchwalk_jax.pallas_kernels.decode_matmul import swiglu_quantize
 
         return swiglu_quantize._WARPGROUPS * 128
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """The rows and their scales."""
+        """Returns the quantized rows and their scales as a function of arrays, and their shapes."""
         from sketchwalk_jax.pallas_kernels.decode_matmul.swiglu_quantize import (
             swiglu_quantize_kernel,
         )
@@ -103,7 +103,7 @@ class GatedRowsCase:
         return swiglu_quantize_kernel, (products, products, of_rows, of_columns, of_columns)
 
 
-# The shapes of the table of code for GPUs from Ampere on: few rows and as many as there may be;
+# Shapes of the table of machine code for GPUs from Ampere on: few rows and the most; one and
 # several arrays; widths of a 0.5B, an 8B and a 70B model.
 CODE_SHAPES = (
     LinearKernelCase(rows=1, inputs=4096, columns=(4096, 1024, 1024)),
@@ -111,8 +111,8 @@ CODE_SHAPES = (
     LinearKernelCase(rows=8, inputs=896, columns=(4864, 4864), dtype="float16"),
     LinearKernelCase(rows=32, inputs=8192, columns=(28672, 28672)),
 )
-# By GPU. On Hopper each type of eight bits with each way to multiply: up to eight rows are
-# multiplied as digits, of which a single row has room for twice as many inputs.
+# Cases by GPU. Hopper gets each eight-bit type with each way to multiply: up to eight rows are
+# multiplied as an operand split, and for a single row twice as many inputs fit.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
         *CODE_SHAPES,

@@ -2,8 +2,8 @@
 
     python tests/make_bundled_golden.py
 
-It needs torch and transformers (the interpreter of SKETCHWALK_REFERENCE_PYTHON), and makes the
-same file every time. Two prompts hide a fact in the licence and ask for it.
+It needs torch and transformers (the interpreter of SKETCHWALK_REFERENCE_PYTHON), and makes the same
+file every time. Two prompts hide a fact in the licence and ask for it.
 """
 
 import sys
@@ -24,7 +24,7 @@ NUM_TOKENS, NEW_TOKENS = 1024, 12
 
 
 def make_prompt(tokenizer, text: list[int], word: str, number: str, depth: float) -> list[int]:
-    """`NUM_TOKENS` tokens: the licence with a fact in it, and the question."""
+    """Returns `NUM_TOKENS` tokens: the licence with a fact in it, and the question."""
 
     def encode(piece: str) -> list[int]:
         return tokenizer(piece, add_special_tokens=False)["input_ids"]

@@ -3,7 +3,7 @@
     python tests/make_goldens.py
 
 It needs torch and transformers (the interpreter of SKETCHWALK_REFERENCE_PYTHON), and makes the
-same files every time. Each folder is a tiny random checkpoint with `expected.npz` beside it.
+same files every time. Each folder is a tiny random checkpoint with its `expected.npz`.
 """
 
 import shutil
@@ -53,7 +53,7 @@ CASES = [
         "num_eos": 2,
     },
     {
-        "name": "llama-3.2",  # tied, group of 3, head_dim beside hidden / heads
+        "name": "llama-3.2",  # tied, group of 3, head_dim is not hidden / heads
         "model_type": "llama",
         "config": SMALL
         | {
@@ -102,7 +102,7 @@ CASES = [
         "edits": old_spelling(YARN, "type"),
     },
     {
-        "name": "qwen3",  # norms of query and key, heads * head_dim beside hidden, tied
+        "name": "qwen3",  # norms of query and key, heads * head_dim is not hidden, tied
         "model_type": "qwen3",
         "config": SMALL
         | {
@@ -122,7 +122,7 @@ CASES = [
 
 def main():
     GOLDENS.mkdir(exist_ok=True)
-    for case in CASES:  # other scripts keep files here too
+    for case in CASES:  # keep files of other scripts in this folder
         shutil.rmtree(GOLDENS / case["name"], ignore_errors=True)
     cases = [{"seed": seed} | case for seed, case in enumerate(CASES, start=1)]
     rope = [{"name": name, "config": config} for name, config in ROPE_CASES.items()]

@@ -46,7 +46,7 @@ NORMAL = {
     "greedy_with_penalty": {"temperature": 0.0, "repetition_penalty": 5.0},
     "greedy_ignores_truncation": {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.5},
 }
-# Few equal values: torch sorts longer rows unstably, so which of them top-p keeps would be chance.
+# Avoid equal values: torch sorts longer rows unstably, so top-p would keep any of them.
 TIES = {
     "ties_top_k": {"top_k": 3},
     "ties_top_p": {"top_p": 0.5},
@@ -103,7 +103,7 @@ def cases() -> dict[str, dict]:
 
 
 def packed(made: dict) -> dict:
-    """Puts the settings of a case into one array [fields, B]: a file has overhead per array."""
+    """Packs the settings of a case into one array [fields, B], as each array costs overhead."""
     kept = {key: array for key, array in made.items() if key not in DEFAULTS}
     return kept | {"settings": np.stack([made[name] for name in DEFAULTS])}
 

@@ -1,7 +1,7 @@
-"""What tests say of meshes, in a process of its own with eight pretended devices.
+"""Checks of meshes, run by tests in a process with eight pretended devices.
 
-Each `check_...` raises what does not hold. As a program, it reads calls of them, each a line of
-JSON, and answers each with a line: the traceback of what failed, or null.
+Each `check_...` raises an error where a claim does not hold. As a program, this file reads calls of
+checks, one JSON line each, and answers each with a line: a traceback, or null.
 """
 
 import contextlib
@@ -59,14 +59,14 @@ from sketchwalk_jax.sharding import Placement, lies_on_one_device, place, whole_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestForAll(QuestConfig):
-    """A policy that knows nothing of meshes, with a list for each head."""
+    """A policy without support for meshes, with a list for each head."""
 
     heads_on_mesh = "all"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OracleForAll(OracleConfig):
-    """A policy that knows nothing of meshes, and reads the cache."""
+    """A policy without support for meshes, which reads the cache."""
 
     heads_on_mesh = "all"
 
@@ -85,14 +85,14 @@ POLICIES: dict[str, Policy] = {
     "one_hop": sw.SketchWalkConfig.one_hop(**_SKETCH),
     "released": sw.SketchWalkConfig.released(**_SPARSE),
     "whole_blocks": sw.SketchWalkConfig.recommended(
-        block_size=SIZE,  # of one page
+        block_size=SIZE,  # one page
         density=0.5,
         min_tokens=2 * SIZE,
         local_tokens=0,
         early_representatives=(),
     ),
     "recommended": sw.SketchWalkConfig.recommended(
-        block_size=2 * SIZE,  # of two pages
+        block_size=2 * SIZE,  # two pages
         density=0.5,
         min_tokens=2 * SIZE,
         local_tokens=0,
@@ -112,7 +112,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def placement(model: ModelConfig = MESH_MODEL, **axes: int) -> Placement:
-    """The plan of a mesh with these axes, of as many devices as it needs."""
+    """Plans a mesh with these axes, on as many devices as it needs."""
     devices = jax.devices()[: math.prod(axes.values())]
     kinds = (AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
@@ -120,21 +120,21 @@ def placement(model: ModelConfig = MESH_MODEL, **axes: int) -> Placement:
 
 
 def assert_ranks_agree(x: jax.Array) -> None:
-    """Devices that hold the same part of an array hold the same bits."""
+    """Checks that devices with the same part of an array hold the same bits."""
     parts: dict[str, np.ndarray] = {}
     for shard in x.addressable_shards:
         own = np.asarray(shard.data)
         np.testing.assert_array_equal(parts.setdefault(str(shard.index), own), own)
 
 
-# Attention alone: lists of given queries, keys and values.
+# Attention only, without a model.
 
 _LENGTHS = (100, 37, 64, 80)
 _WIDTH = 128  # columns of the prompts
 
 
 def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) -> Any:
-    """Lists and outputs of every layer, for prompts and for a token behind each."""
+    """Computes lists and outputs of every layer, for prompts and for one token after each."""
     model, size = MESH_MODEL, policy.block_size
     settings = Settings(model_config=model, policy=policy, return_selection=True, placement=where)
     lengths = jnp.asarray(_LENGTHS, jnp.int32)
@@ -192,7 +192,7 @@ def _attend(policy: Policy, where: Placement | None, dtype: Any, arrays: Any) ->
 
 
 def check_lists(names: list[str], axes: dict[str, int], dtype: str = "float32") -> None:
-    """Given queries, keys and values, lists are those of one device, bit for bit, on every rank."""
+    """Checks that lists on every rank equal one device's, bit for bit, for the same inputs."""
     rng = np.random.default_rng(0)
     c, batch = MESH_MODEL, len(_LENGTHS)
 
@@ -224,7 +224,7 @@ def check_lists(names: list[str], axes: dict[str, int], dtype: str = "float32") 
 
 
 def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
-    """Logits to the tolerance; lists, greedy tokens and draws of one device, streamed as well."""
+    """Checks that a mesh gives one device's logits, lists and tokens, drawn and streamed too."""
     where = placement(**axes)
     plain = params(model=MESH_MODEL)
     spread = jax.device_put(plain, where.params)
@@ -234,7 +234,7 @@ def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
         common |= {"lengths": lengths, **options}
         logits = [sw.forward(x, tokens, **common) for x in (plain, spread)]
         _assert_close(*logits)
-        # Twenty tokens cross the border of a block in every sequence.
+        # Twenty tokens cross a block boundary in every sequence.
         call = common | {"max_new_tokens": 20, "max_tokens": 128, "return_selection": True}
         draws = sw.Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3)
         for sampling in (None, draws):
@@ -248,7 +248,7 @@ def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
             np.testing.assert_allclose(*densities, rtol=1e-6)
         assert many.tokens.is_fully_replicated
         assert many.cache.key.sharding == where.cache(POLICIES[name])["key"]
-        # What a program leaves, it takes again: the pieces of a stream compile nothing.
+        # A program takes the state that it returned: the pieces of a stream compile nothing.
         compiled = generation._start._cache_size(), generation._continue._cache_size()
         chunks = list(sw.stream(spread, tokens, every=7, **call))
         assert compiled == (generation._start._cache_size(), generation._continue._cache_size())
@@ -257,7 +257,7 @@ def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
 
 
 def check_steps(name: str, axes: dict[str, int]) -> None:
-    """A prompt in two pieces and a decode step, under a `jit` of the caller's or not."""
+    """Checks a prompt in two pieces and a decode step, with and without a caller's `jit`."""
     where, policy = placement(**axes), POLICIES[name]
     plain = params(model=MESH_MODEL)
     common: dict[str, Any] = {"model_config": MESH_MODEL, "policy": policy}
@@ -278,7 +278,7 @@ def check_steps(name: str, axes: dict[str, int]) -> None:
 
 
 def check_products(axes: dict[str, int]) -> None:
-    """Products of few rows with what each rank has of the weights, another kernel in its place."""
+    """Checks decode matmuls of each rank with its share of the weights, without the kernel."""
     where, c = placement(**axes), MESH_MODEL
     plain = params(model=c)
     layers = plain["layers"]
@@ -316,7 +316,7 @@ def check_products(axes: dict[str, int]) -> None:
 
 
 def check_gated_rows(axes: dict[str, int]) -> None:
-    """Each rank gates its own rows, plain JAX in the place of the kernel."""
+    """Checks that each rank applies SwiGLU to its own rows, with plain JAX for the kernel."""
     where, asked = placement(**axes), list[tuple[int, ...]]()
 
     def gate(*arrays: Any, kernel_config: Any) -> Any:
@@ -342,14 +342,14 @@ def check_gated_rows(axes: dict[str, int]) -> None:
 
 
 def _assert_close(one: jax.Array, many: jax.Array) -> None:
-    """Logits of the tokens of prompts, to the tolerance."""
+    """Compares logits of the prompts' real tokens, to the tolerance."""
     for row, length in enumerate(_LENGTHS):
         rows = (np.asarray(x)[row, :length] for x in (one, many))
         np.testing.assert_allclose(*rows, **tolerance("logits"))
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
-    """Kind and bytes of the result of every collective in a compiled program, in its order."""
+    """Returns kind and result bytes of every collective in a compiled program, in order."""
     sizes = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
     found = []
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -360,7 +360,7 @@ def collectives(text: str) -> list[tuple[str, int]]:
 
 
 def check_bytes(names: list[str], axes: dict[str, int]) -> None:
-    """Programs send what `sharding` says they send, and nothing else of size."""
+    """Checks that programs send what `sharding` says, and nothing else of size."""
     where, c = placement(**axes), MESH_MODEL
     spread = jax.device_put(params(model=c), where.params)
     batch, capacity, numbers = 4, 128, jnp.ones((4,), jnp.int32)
@@ -372,7 +372,7 @@ def check_bytes(names: list[str], axes: dict[str, int]) -> None:
         programs = [(1, False, token)]
         for is_fresh in (True, False) if where.blocks else (True,):
             lengths, tokens = numbers * capacity, jnp.zeros((batch, capacity), jnp.int32)
-            # Behind a cache a prompt may begin inside a block, and so touches one more.
+            # After a cache a prompt may begin inside a block, and so touches one more.
             tokens = tokens if is_fresh else tokens[:, : capacity - SIZE + 1]
             prompt = steps._prefill.lower(
                 spread, tokens, lengths, cache, is_fresh=is_fresh, settings=settings
@@ -380,7 +380,7 @@ def check_bytes(names: list[str], axes: dict[str, int]) -> None:
             programs.append((capacity, is_fresh, prompt))
         for width, is_fresh, lowered in programs:
             found = collectives(lowered.compile().as_text())
-            # Beside a few numbers of each sequence: lengths, and pairs of every layer.
+            # Leave out small arrays: lengths, and attended pairs of every layer.
             every = found, _sent(name, where, batch, width, capacity, is_fresh)
             large, said = ([x for x in one if x[1] > 4 * c.num_layers * batch] for one in every)
             assert sorted(large) == sorted(said), (name, width, every)
@@ -389,22 +389,22 @@ def check_bytes(names: list[str], axes: dict[str, int]) -> None:
 def _sent(
     name: str, where: Placement, batch: int, width: int, capacity: int, is_fresh: bool
 ) -> list[tuple[str, int]]:
-    """What a program sends in float32: `width` tokens of every sequence, 1 to decode."""
+    """Returns a program's collectives in float32 for `width` tokens per sequence, 1 for decode."""
     c, policy = where.model_config, POLICIES[name]
     data, sequence, tensor = (where.size(axis) for axis in ("data", "sequence", "tensor"))
-    is_token, own = width == 1, batch // data * 4  # bytes of a number of each sequence of a rank
+    is_token, own = width == 1, batch // data * 4  # bytes of one float per sequence of a rank
     columns = 1 if is_token else width // sequence
     heads, kv_heads = c.num_heads // tensor, c.num_kv_heads // tensor
     sparse = len(sparse_layers(c, policy))
-    ranges = 1 + (0 < sparse < c.num_layers)  # each a loop over layers
+    ranges = 1 + (0 < sparse < c.num_layers)  # a loop over layers for each range
     reduced, gathered = [], []
     if tensor > 1:
-        reduced += [own * columns * c.hidden_size] * (2 * ranges + 1)  # and embeddings
-        gathered += [own * c.vocab_size]  # the logits
+        reduced += [own * columns * c.hidden_size] * (2 * ranges + 1)  # with embeddings
+        gathered += [own * c.vocab_size]  # logits
     if sequence > 1 and is_token:
         reduced += [own * heads * c.head_dim, own * heads, own * heads] * ranges
     elif sequence > 1:
-        reduced += [own * c.hidden_size]  # of the tokens whose logits are wanted
+        reduced += [own * c.hidden_size]  # tokens whose logits are returned
         of_a_token = own * kv_heads * c.head_dim
         gathered += [of_a_token * width] * (2 * ranges)
         gathered += [] if is_fresh else [of_a_token * capacity] * (2 * ranges)
@@ -426,7 +426,7 @@ def _sent(
 
 
 def check_loading(directory: str, saved: str) -> None:
-    """Each rank reads its share and nothing twice; what is saved comes back as it lay."""
+    """Checks that each rank reads its share once, and that saved arrays load where they lay."""
     config = ModelConfig.from_pretrained(directory)
     where = placement(config, data=2, tensor=4)
     read: list[int] = []
@@ -441,7 +441,7 @@ def check_loading(directory: str, saved: str) -> None:
     assert lies_on_one_device(whole)
     known: list[bool] = []
     jax.eval_shape(lambda tree: known.append(lies_on_one_device(tree)), whole)
-    assert known == [False]  # under a `jit` of the caller's, it could lie anywhere
+    assert known == [False]  # under a caller's `jit`, it could be anywhere
     TensorFiles.read = counting  # type: ignore[method-assign]
     params, _ = load(directory, sharding=where)
     assert not lies_on_one_device(params)
@@ -455,7 +455,7 @@ def check_loading(directory: str, saved: str) -> None:
     for path, leaf in flatten_params(params).items():
         assert leaf.sharding == where(path, leaf), path
         np.testing.assert_array_equal(leaf, flatten_params(whole)[path])
-    # Interrupted on the way, it leaves nothing on any device.
+    # An interrupted load leaves nothing on any device.
     held = len(jax.live_arrays())
 
     def interrupted(files: TensorFiles, name: str, *bounds: slice) -> np.ndarray:
@@ -474,7 +474,7 @@ def check_loading(directory: str, saved: str) -> None:
     gc.collect()
     assert len(jax.live_arrays()) == held
     TensorFiles.read = counting  # type: ignore[method-assign]
-    # One rank alone: what a process with a single device reads.
+    # Each rank reads no more than its share, as a process with one device does.
     sources = find_sources(config)
     with TensorFiles(Path(directory)) as files:
         for device in jax.devices():
@@ -494,7 +494,7 @@ def check_loading(directory: str, saved: str) -> None:
         for path, leaf in flatten_params(again).items():
             assert leaf.sharding == other(path, leaf), path
             np.testing.assert_array_equal(leaf, flatten_params(whole)[path])
-    # Random weights, drawn where they go, are the same for every sharding.
+    # Random weights are drawn where they are placed, and are the same for every sharding.
     drawn = init_params(jax.random.key(0), config, sharding=where)
     others = init_params(jax.random.key(0), config, sharding=placement(config, tensor=2))
     for path, leaf in flatten_params(drawn).items():
@@ -508,7 +508,7 @@ def check_loading(directory: str, saved: str) -> None:
 
 
 def check_eight_bits(directory: str, weights: str) -> None:
-    """Ranks quantise what one device would, whether read or in memory, and draw the same tokens."""
+    """Checks that ranks quantize weights as one device does, when loaded or later."""
     options = {"dtype": "float32", "progress": False}
     whole, model = load(directory, weights=weights, **options)
     where = placement(model, tensor=2)
@@ -526,7 +526,7 @@ def check_eight_bits(directory: str, weights: str) -> None:
     tokens = np.arange(20, dtype=np.int32)[None]
     given = {"model_config": model, "policy": sw.Dense()}
     one, two = (sw.forward(tree, tokens, **given) for tree in (whole, read))
-    # A sum that rounds differently can move a row by one of its eight-bit steps.
+    # A sum that rounds differently can change an activation by one step of its eight bits.
     np.testing.assert_allclose(one, two, atol=0.05 * float(np.std(one)))
 
 
@@ -537,7 +537,7 @@ def check_evaluation(
     probes: bool = True,
     phases: tuple[str, ...] = ("decode", "both"),
 ) -> None:
-    """Answers, losses, densities and what probes find are those of one device."""
+    """Checks that answers, losses, densities and probes are the same as on one device."""
     model, answers = MESH_MODEL, list[np.ndarray]()
 
     def note(prompts: Any, first: np.ndarray, likeliest: np.ndarray, *_: Any) -> np.ndarray:
@@ -586,10 +586,10 @@ def check_evaluation(
 
 
 def check_long_decode(rules: list[Rule], axes: dict[str, int]) -> None:
-    """Losses, divergences and agreements of long decoding are those of one device."""
+    """Checks that losses, divergences and agreements of long decoding match one device."""
     model, where = MESH_MODEL, placement(**axes)
     tokens = np.random.default_rng(3).integers(2, 64, 240).astype(np.int32)
-    # Over the borders of blocks.
+    # The decoded tokens cross block boundaries.
     text = Sample("long_decode", tokens, 200, tokens[200:], 200, "")
     wanted = {DENSE: ("both",)} | {rule: ("decode", "both") for rule in rules}
     plain, found = params(model=model), []
@@ -611,7 +611,7 @@ def check_long_decode(rules: list[Rule], axes: dict[str, int]) -> None:
 
 
 def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
-    """Knobs, thresholds and plans are set to what one device sets them to."""
+    """Checks that fitted knobs, thresholds and plans match one device."""
     model, where = MESH_MODEL, placement(**axes)
     rows, lengths = prompts(250, 200, 222)
     plain, found = params(model=model), []
@@ -633,7 +633,7 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
 
 
 def check_refused_evaluation() -> None:
-    """A policy that a mesh does not suit is refused before anything is done or written."""
+    """Checks that a policy without support for the mesh is refused before anything runs."""
     where = placement(MESH_MODEL, sequence=2)
     config = EvaluationConfig(policies=("oracle",), tokens=(512,), tasks=("text_loss",))
     weights = jax.device_put(params(model=MESH_MODEL), where.params)
@@ -644,14 +644,14 @@ def check_refused_evaluation() -> None:
     assert not out.exists()
 
 
-# The caller's own `shard_map`, and axes of type Explicit.
+# The caller's own `shard_map`, and Explicit axes.
 
-# A function of arrays, how many of the first ones every device has whole, and the arrays.
+# A function of arrays, the number of leading arrays that are replicated, and the arrays.
 Case = tuple[Callable[..., jax.Array], int, tuple[Any, ...]]
 
 
 def _cached(policy: Policy, query: Any, key: Any, value: Any) -> jax.Array:
-    """A prompt and two tokens behind it."""
+    """Runs a prompt and two tokens after it."""
     sizes = {"num_heads": query.shape[2], "num_kv_heads": key.shape[2], "head_dim": query.shape[3]}
     cache = sw.init_layer_cache(len(query), 64, policy=policy, **sizes)
     found, walk = [], None
@@ -665,7 +665,7 @@ def _cached(policy: Policy, query: Any, key: Any, value: Any) -> jax.Array:
 
 
 def _scanned(policy: Policy, query: Any, key: Any, value: Any) -> jax.Array:
-    """Layers in a scan with the walk in its carry."""
+    """Runs layers in a scan with the walk in its carry."""
 
     def layer(carry: Any, scale: Any) -> Any:
         query, walk = carry
@@ -686,7 +686,7 @@ def _attention_cases(policy: Policy) -> list[Case]:
 
 
 def _own_layer_case(policy: Policy) -> Case:
-    """A layer of `flax` with a cache, which it decodes with."""
+    """Makes a case of a `flax` layer that decodes with a cache."""
     own = WalkSelfAttention(4, 64, num_kv_heads=2, policy=policy, rngs=nnx.Rngs(0))
     graph, state = nnx.split(own)
 
@@ -699,7 +699,7 @@ def _own_layer_case(policy: Policy) -> Case:
 
 
 def _shared_walk_case() -> Case:
-    """Layers of Flax that share a walk, the first of them dense."""
+    """Makes a case of Flax layers that share a walk, the first of them dense."""
     walk = WalkAttention(sw.SketchWalkConfig.paper(**_SKETCH))
     layers = [
         nnx.MultiHeadAttention(2, 32, attention_fn=walk, decode=False, rngs=nnx.Rngs(seed))
@@ -743,7 +743,7 @@ def _model_cases(policy: Policy) -> list[Case]:
 
 
 def _with_gradient(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """The function, with the gradients of its floating-point arguments where it has some."""
+    """Returns the function with gradients of its float arguments, if its output is a float."""
 
     def loss(*arrays: Any) -> Any:
         out = function(*arrays)
@@ -760,7 +760,7 @@ def _with_gradient(function: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def _assert_same(case: Case, other: Callable[..., Any], placed: tuple[Any, ...]) -> None:
-    """A function and its gradients are the same where devices share its work."""
+    """Compares a function and its gradients on one device and on several."""
     function, _, given = case
     pair = (jax.jit(_with_gradient(one)) for one in (function, other))
     results = (jax.tree.leaves(one(*own)) for one, own in zip(pair, (given, placed), strict=True))
@@ -769,7 +769,7 @@ def _assert_same(case: Case, other: Callable[..., Any], placed: tuple[Any, ...])
 
 
 def _inside(case: Case, **options: bool) -> Callable[..., Any]:
-    """A function in a `shard_map`, of a mesh with an axis that spreads nothing too."""
+    """Wraps a function in a `shard_map`; one axis of the mesh splits no array."""
     function, copies, given = case
     kinds, devices = (AxisType.Auto,) * 2, jax.devices()[:4]
     mesh = jax.make_mesh((2, 2), ("data", "other"), axis_types=kinds, devices=devices)
@@ -779,7 +779,7 @@ def _inside(case: Case, **options: bool) -> Callable[..., Any]:
 
 
 def check_inside_shard_map(name: str, *, has_models: bool) -> None:
-    """Functions give in a `shard_map` of the caller's what they give outside, gradients too."""
+    """Checks that functions and gradients are the same inside a caller's `shard_map`."""
     policy = POLICIES[name]
     cases = [*_attention_cases(policy), _own_layer_case(policy)]
     for case in cases + (_model_cases(policy) if has_models else []):
@@ -788,7 +788,7 @@ def check_inside_shard_map(name: str, *, has_models: bool) -> None:
 
 
 def check_types_inside_shard_map() -> None:
-    """By types alone, functions can be called in a `shard_map` of the caller's."""
+    """Checks, without running, that functions can be traced in a caller's `shard_map`."""
     policy = POLICIES["paper"]
     (cached, scanned), (*_, generate) = _attention_cases(policy), _model_cases(policy)
     for case in (cached, generate, _shared_walk_case()):
@@ -799,7 +799,7 @@ def check_types_inside_shard_map() -> None:
         walk = sw.init_walk(*query.shape[:2], policy=policy)
         every = frozenset({"data", "other"})
         assert jax.typeof(walk.scores).manual_axis_type.varying == every
-        # The layer starts one that varies as its queries do.
+        # Without an argument, the layer starts a walk that varies as its queries do.
         return sw.sketchwalk_attention(query, key, value, walk, policy=policy)[0]
 
     jax.eval_shape(_inside((started, 0, cached[2])), *cached[2])
@@ -812,7 +812,7 @@ def _explicit_mesh() -> jax.sharding.Mesh:
 
 
 def _spread(case: Case) -> tuple[Any, ...]:
-    """The arrays of a case with sequences and heads spread over axes of type Explicit."""
+    """Places a case's arrays with sequences and heads split over Explicit axes."""
     mesh, (_, copies, given) = _explicit_mesh(), case
 
     def place(x: Any, *axes: str | None) -> Any:
@@ -828,7 +828,7 @@ def _spread(case: Case) -> tuple[Any, ...]:
 
 
 def _list_cases() -> list[Case]:
-    """Attention to everything, to lists, and of a token to lists."""
+    """Returns cases of dense attention, of block lists, and of decode with lists."""
     rows = jnp.tile(jnp.arange(3, dtype=jnp.int32)[None], (2, 1))
     lists, token = (full_selection(x, 3, block_size=16) for x in (rows, rows[:, 2:]))
     lengths = jnp.array([40, 33], jnp.int32)
@@ -842,19 +842,19 @@ def _list_cases() -> list[Case]:
 
 
 def check_explicit_axes(name: str | None) -> None:
-    """Attention gives on axes of type Explicit what it gives on one device, gradients too."""
+    """Checks that attention and its gradients on Explicit axes match one device."""
     cases = _list_cases()
     if name is not None:
         cases = [*_attention_cases(POLICIES[name]), _own_layer_case(POLICIES[name])]
     for case in cases:
         for is_set in (True, False):
-            if is_set or not case[1]:  # derivatives of Flax's layers need the mesh to be set
+            if is_set or not case[1]:  # gradients of Flax layers need a mesh that is set
                 with jax.set_mesh(_explicit_mesh()) if is_set else contextlib.nullcontext():
                     _assert_same(case, case[0], _spread(case))
 
 
 def check_types_on_explicit_axes() -> None:
-    """By types alone, attention takes axes of type Explicit; models say what they take."""
+    """Checks, without running, that attention takes Explicit axes and models refuse them."""
     policy = POLICIES["paper"]
     (dense, lists, token), (cached, scanned) = _list_cases(), _attention_cases(policy)
     for case in (dense, lists):
@@ -880,7 +880,7 @@ def check_types_on_explicit_axes() -> None:
 
 
 def check_types_of_policies() -> None:
-    """By types alone, all policies can be called in a `shard_map`, and on axes of type Explicit."""
+    """Checks, without running, that all policies work in a `shard_map` and on Explicit axes."""
     for policy in POLICIES.values():
         for case in _attention_cases(policy):
             jax.eval_shape(_inside(case), *case[2])
@@ -891,7 +891,7 @@ def check_types_of_policies() -> None:
 
 
 def run_process(directory: str, address: str, rank: int) -> None:
-    """One of two processes with four devices each, which prints what all of them generate."""
+    """Runs one of two processes with four devices each; prints the tokens that both generate."""
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
     assert len(jax.local_devices()) == 4 and len(jax.devices()) == 8
     config = ModelConfig.from_pretrained(directory)
@@ -907,15 +907,15 @@ def run_process(directory: str, address: str, rank: int) -> None:
 
 def main() -> None:
     """Runs the checks that standard input names, until it ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a check prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # checks may print, too
     for line in sys.stdin:
         failure = None
         try:
-            eval(json.loads(line))  # of the tests' own making
+            eval(json.loads(line))  # written by the tests
         except BaseException:
             failure = traceback.format_exc()
         print(json.dumps(failure), file=answers, flush=True)
-        # Compiled programs hold memory maps, of which a process has 65,530.
+        # Compiled programs hold memory maps; a process can have 65,530.
         jax.clear_caches()
         gc.collect()
 

@@ -1,6 +1,6 @@
-"""Whole models at real sizes, as programs that compile for Hopper without one: `hopper.Compiler`.
+"""Whole models at real sizes, as programs that compile for GPUs without one: `hopper.Compiler`.
 
-What a GPU would run is chosen by asking the device; here it is told what it is.
+Programs depend on the device; here a case says which GPU to assume.
 """
 
 import dataclasses
@@ -62,14 +62,14 @@ class ModelCase:
 
     Attributes:
       model_config: The model.
-      policy: What selects.
-      batch: Sequences.
-      tokens: Tokens that a cache has room for.
-      new: Tokens of each that are read, or 1 for decoding.
-      is_fresh: Whether a prompt is read into an empty cache.
-      ranks: GPUs.
-      axis: Of the mesh that they make.
-      weights: How linear layers are quantised.
+      policy: The policy that selects.
+      batch: Number of sequences.
+      tokens: Capacity of the cache in tokens.
+      new: Prompt tokens per sequence to read, or 1 for decode.
+      is_fresh: Whether the prompt is read into an empty cache.
+      ranks: Number of GPUs.
+      axis: Mesh axis that they form.
+      weights: Type of quantized weights of linear layers, or None.
       capability: Compute capability of the GPU.
     """
 
@@ -89,8 +89,8 @@ class ModelCase:
     def program(
         self, *, config: Any = None, mesh: Any = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The step as a function of arrays, and shapes, which say where they lie on a mesh."""
-        # Asked when the step is traced, which is before another case's program is made.
+        """Returns the step as a function of arrays, and the arrays' shapes and shardings."""
+        # Tracing asks for this; each case is traced before the next one's program is made.
         dispatch._compute_capability = lambda: self.capability
         where = None if mesh is None else place(mesh, self.model_config)
         settings = Settings(model_config=self.model_config, policy=self.policy, placement=where)
@@ -121,10 +121,10 @@ class ModelCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateCase(ModelCase):
-    """The program of `generate` that decodes tokens.
+    """The program in `generate` that decodes tokens.
 
     Attributes:
-      is_greedy: Whether it is for greedy sequences alone.
+      is_greedy: Whether all sequences are greedy.
     """
 
     is_greedy: bool
@@ -134,7 +134,7 @@ class GenerateCase(ModelCase):
     def program(
         self, *, config: Any = None, mesh: Any = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The program as a function of arrays, and shapes."""
+        """Returns the program as a function of arrays, and the arrays' shapes."""
         _, (params, _, _) = super().program(config=config, mesh=mesh)
         settings = Settings(model_config=self.model_config, policy=self.policy)
 
@@ -150,12 +150,12 @@ class GenerateCase(ModelCase):
 
 
 class WidenedCase(ModelCase):
-    """A step that makes whole weights of bfloat16 before it multiplies: what none is to do."""
+    """A step that dequantizes whole weights to bfloat16 first, which no real step may do."""
 
     def program(
         self, *, config: Any = None, mesh: Any = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """That of `ModelCase`, with another product while it is traced."""
+        """Returns the step of `ModelCase` with matmuls that dequantize while it is traced."""
         step, arguments = super().program(config=config, mesh=mesh)
 
         def widened(*arguments: Any) -> Any:
@@ -184,7 +184,7 @@ def _multiply_gated_widened(_: Any, x: Any, weights: Any) -> Any:
 
 
 def _place(shapes: Any, shardings: Any) -> Any:
-    """Shapes that say where they lie; of the shardings, one may be for several."""
+    """Adds shardings to shapes; one sharding may serve a whole subtree."""
 
     def place(sharding: Any, part: Any) -> Any:
         return jax.tree.map(
@@ -204,12 +204,12 @@ decode_llama_8b_paper = ModelCase(
 decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
 generate_llama_1b = GenerateCase(**vars(decode_llama_1b), is_greedy=True)
 generate_llama_1b_drawn = GenerateCase(**vars(decode_llama_1b), is_greedy=False)
-# A GPU from Ampere on with the least shared memory.
+# 8.6 has the least shared memory of the GPUs from Ampere on.
 decode_llama_1b_on_ampere = dataclasses.replace(decode_llama_1b, capability="8.6")
 decode_llama_1b_on_ampere_dense = dataclasses.replace(
     decode_llama_1b_on_ampere, policy=_DENSE, batch=8, tokens=16384
 )
-# A T4, without kernels: everything runs on XLA.
+# A T4 has no kernels: everything runs on XLA.
 decode_llama_1b_on_turing_dense = ModelCase(
     model_config=dataclasses.replace(_LLAMA_1B, dtype="float16"),
     policy=_DENSE,
@@ -220,7 +220,7 @@ decode_qwen_7b = ModelCase(model_config=_QWEN_7B, policy=_RECOMMENDED)
 decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)
 read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768)
 read_llama_8b_float8 = dataclasses.replace(read_llama_8b, weights="float8")
-# Rows keep their dtype beside int8, so weights are converted: what float8 is not to do.
+# With int8, rows keep their dtype, so weights are converted; with float8 they must not be.
 read_llama_8b_int8 = dataclasses.replace(read_llama_8b, weights="int8")
 decode_llama_8b_float8 = dataclasses.replace(decode_llama_8b, weights="float8")
 read_llama_8b_widened = WidenedCase(**vars(read_llama_8b_float8))

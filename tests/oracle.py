@@ -1,4 +1,4 @@
-"""The walk in the log domain, float64, NumPy only: what a state means when nothing underflows."""
+"""Computes the walk in the log domain with float64 and NumPy, where nothing underflows."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def log2_transition(scores: np.ndarray, config) -> np.ndarray:
-    """Returns `log2 W` (or `log2 P`) with `-inf` where an entry is zero or not causal.
+    """Returns `log2 W` (or `log2 P`), with `-inf` where an entry is zero or not causal.
 
-    A score that is not finite is no entry.
+    A score that is not finite counts as no entry.
     """
     scores = np.asarray(scores, np.float64)
     counts = np.tril(np.ones_like(scores, dtype=bool)) & np.isfinite(scores)
@@ -25,7 +25,7 @@ def log2_transition(scores: np.ndarray, config) -> np.ndarray:
 
 
 def log2_step(previous: np.ndarray | None, scores: np.ndarray, config) -> np.ndarray:
-    """Returns `log2 R_k` of `log2 R_{k-1}`, which is None at the first sparse layer.
+    """Returns `log2 R_k` from `log2 R_{k-1}`, which is None at the first sparse layer.
 
     The first layer starts the walk: `R_0 = W_0`. Others repeat, `walk_degree` times from
     `X = R_{k-1}`: `X ← X W` without damping, `X ← (1 - β) P + β X P` with it. `β = 0` is the
@@ -52,7 +52,7 @@ def log2_walk(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
 
 
 def walk_layers(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
-    """Returns `R_k` for every layer, with rows that sum to one or whose largest entry is one."""
+    """Returns `R_k` for every layer; each row sums to one, or has a largest entry of one."""
     states = []
     for state in log2_walk(scores, config):
         largest = state.max(axis=1, keepdims=True)
@@ -62,11 +62,11 @@ def walk_layers(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
 
 
 def log2_lost(scores: Sequence[np.ndarray], config) -> list[np.ndarray]:
-    """Returns log2 bounds of what each entry of `R_k` may lack when small terms underflow.
+    """Returns log2 bounds on the error of each entry of `R_k` when small terms underflow.
 
-    In every layer float32 drops terms far below the row's largest; what is missing then travels
-    with the walk, and later layers may make it matter. Rows of powers stand at the top of
-    float32's range and keep 165 powers of two, rows that sum to one keep 110.
+    In every layer float32 drops terms far below the row's largest. The loss travels with the walk,
+    and later layers may amplify it. Rows of powers are scaled to the top of float32's range and
+    keep 165 powers of two; rows that sum to one keep 110.
     """
     kept = 110.0 if config.transition == "softmax" else 165.0
     num_blocks = len(scores[0])
@@ -92,11 +92,11 @@ def misordered_pairs(
     window: float = 100.0,
     tie: float = 1e-3,
 ) -> tuple[int, int]:
-    """Counts pairs that a float32 row ranks otherwise than the oracle does, and pairs compared.
+    """Counts pairs that a float32 row orders otherwise than the oracle, and all compared pairs.
 
-    Only entries within `2 ** -window` of the row's largest count, and pairs nearer than `tie`
-    in log2 are ties. The upper entry of a pair must also be one that underflow cannot have
-    changed by more than a ten-thousandth; the terms are positive, so it can only lower entries.
+    Only entries within `2 ** -window` of the row's largest count; pairs closer than `tie` in log2
+    are ties. Underflow must not have changed the upper entry by more than 1e-4: as all terms are
+    positive, it can only lower entries.
     """
     largest = log2_row.max()
     if not np.isfinite(largest):
@@ -109,9 +109,9 @@ def misordered_pairs(
 
 
 def chosen(log2_row: np.ndarray, score_row: np.ndarray, count: int, config) -> np.ndarray:
-    """Returns the ids that the oracle's row selects, ascending; lower indices win ties.
+    """Returns the ids that the oracle's row selects, ascending; lower ids win ties.
 
-    A row of the walk without a positive entry is ranked by its scores, the finite ones first.
+    A row of the walk without a positive entry is ranked by its scores, finite ones first.
     """
     last = len(log2_row) - 1
     ranking = log2_row if np.isfinite(log2_row.max()) else np.asarray(score_row, np.float64)
@@ -131,9 +131,9 @@ def has_near_ties(
     rows: Sequence[int] | None = None,
     noise: float = 1e-4,
 ) -> bool:
-    """Whether rounding could change a selection: it is drawn again under noise on scores and state.
+    """Says whether rounding could change a selection, by redrawing it with noise on its inputs.
 
-    The noise is relative to the largest score of each row, hundreds of times float32's rounding.
+    The noise is relative to each row's largest score, hundreds of times float32's rounding.
     """
     rng = np.random.default_rng(0)
     rows = range(len(scores[0])) if rows is None else rows

@@ -1,4 +1,4 @@
-"""Shapes of page scores and lists of the recommended policy, that tests compile."""
+"""Shapes for the recommended policy's kernels of page scores and lists, which tests compile."""
 
 import dataclasses
 import functools
@@ -15,10 +15,10 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageScoresCase:
-    """The kernels that select by the recommended policy.
+    """The kernels that select for the recommended policy.
 
-    A prompt's go from queries to page scores, with `count` representatives of a row. A token's go
-    from its queries to its list.
+    In prefill they turn queries into page scores, with `count` representatives per query block. In
+    decode they turn a token's queries into its list.
     """
 
     heads: int
@@ -29,13 +29,13 @@ class PageScoresCase:
     batch: int = 1
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         what = "a token" if self.count is None else f"{self.count} queries"
         what += f", {self.batch} sequences" if self.batch > 1 else ""
         return f"scores {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """A prompt's page scores; a token's list and scores."""
+        """Returns a prompt's page scores, or a token's list and scores."""
         policy, kernels, blocks = RecommendedConfig(), kernel_config or KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
         make = functools.partial(policy.init_statistics, shape, batch=self.batch, num_blocks=blocks)
@@ -66,12 +66,12 @@ class PageScoresCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageLogitsCase:
-    """The largest logits of pages and their scores, from keys in eight bits, on Hopper.
+    """Page max logits and page scores from quantized keys, on Hopper.
 
     Attributes:
-      per_row: Queries of a row for each key/value head, as `queries_per_row` gives them.
-      channels: Channels that count.
-      blocks: Blocks of keys.
+      per_row: Queries per query block and key/value head, from `queries_per_row`.
+      channels: Channels that enter the logits.
+      blocks: Number of key blocks.
     """
 
     per_row: int
@@ -79,11 +79,11 @@ class PageLogitsCase:
     blocks: int = 64
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         return f"logits of {self.channels} channels, {self.per_row} queries, {self.blocks}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """Sums of powers of the shares of pages."""
+        """Returns sums of powers of the pages' shares of attention."""
         from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
         from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
             dequantize_kernel,
@@ -112,12 +112,12 @@ class PageLogitsCase:
 
 @dataclasses.dataclass(frozen=True)
 class WholePromptCase:
-    """All of the selection of a prompt by the default policy, in one layer of the 8B shape."""
+    """A prompt's whole selection by the default policy, in one layer of the 8B shape."""
 
     blocks: int = 256
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """Lists and page scores from queries and keys."""
+        """Returns lists and page scores from queries and keys."""
         policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
         shape = LayerShape(32, 8, 128, jnp.bfloat16)
 
@@ -140,13 +140,13 @@ class WholePromptCase:
 
 whole_prompt = WholePromptCase()
 Prompt = Token = functools.partial(PageScoresCase, heads=32, kv_heads=8, head_dim=128)
-# The shapes of prompts in the table of code for GPUs from Ampere on.
+# Shapes of prompts in the table of machine code for GPUs from Ampere on.
 CODE_SHAPES = (
     Prompt(count=8, blocks=256),
     Prompt(heads=14, kv_heads=2, head_dim=64, count=4, blocks=2048),
 )
-# By GPU. On Hopper and on the first of the others, prompts with each number of queries of a row,
-# and tokens with few and many heads whose scores one thread block adds up, or many.
+# Cases by GPU. Hopper and 8.0 get prompts with each number of queries per query block, and tokens
+# whose heads' scores one thread block or many add up.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
         *CODE_SHAPES,

@@ -1,4 +1,4 @@
-"""Rows of parameters in which every two values meet: fewer than all products, drawn by one rule."""
+"""Draws rows of parameters in which every two values meet, far fewer than all products."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows in which each value of a parameter stands beside each value of every other one.
+    """Returns rows in which each value of a parameter meets each value of every other one.
 
-    The rule: of all products the one with the most new pairs is next, the first of equals. With two
-    parameters that is every product.
+    The rule takes the product with the most new pairs next, the first of several. With two
+    parameters it gives every product.
 
     Args:
-      parameters: The values of each.
+      parameters: The values of each parameter.
 
     Example:
       >>> pairwise("ab", "xy", (1, 2))
@@ -33,5 +33,5 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
-    """A row's pairs, each value with the number of its parameter."""
+    """Returns a row's pairs of values, each value with the index of its parameter."""
     return set(itertools.combinations(enumerate(row), 2))

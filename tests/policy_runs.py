@@ -9,7 +9,7 @@ import numpy as np
 
 from sketchwalk_jax.policies.base import LayerShape, Span
 
-SENTINEL = 1e4  # stands in padding, where nothing may read it
+SENTINEL = 1e4  # fills padding, which nothing may read
 
 
 def stack_sequences(sequences: Sequence[cases.Layers], num_tokens: int) -> tuple[np.ndarray, ...]:
@@ -27,7 +27,7 @@ def stack_sequences(sequences: Sequence[cases.Layers], num_tokens: int) -> tuple
 
 
 def empty_statistics(config, query, key, num_blocks: int):
-    """Statistics of every layer, before the first token."""
+    """Returns the statistics of every layer before the first token."""
     num_layers, batch, _, num_heads, head_dim = query.shape
     shape = LayerShape(num_heads, key.shape[3], head_dim)
     one = config.init_statistics(shape, batch=batch, num_blocks=num_blocks)
@@ -71,7 +71,7 @@ _decode_jit = jax.jit(_decode, static_argnames="config")
 
 
 def as_rows(ids, counts) -> list[list[list[list[int]]]]:
-    """Shared lists `[L, B, 1, I, P]` as nested Python lists: layer, sequence, row, blocks."""
+    """Returns shared lists `[L, B, 1, I, P]` as nested lists: layer, sequence, row, blocks."""
     ids, counts = np.asarray(ids)[:, :, 0], np.asarray(counts)[:, :, 0]
     return [
         [
@@ -83,7 +83,7 @@ def as_rows(ids, counts) -> list[list[list[list[int]]]]:
 
 
 def prefill_rows(config, query, key, lengths, *, chunk: int | None = None, num_blocks=None):
-    """Selected rows of each layer and sequence, and the statistics; chunks are block-aligned."""
+    """Returns each layer's and sequence's rows and the statistics; chunks are block-aligned."""
     size, num_tokens = config.block_size, query.shape[2]
     num_blocks = num_blocks or num_tokens // size
     statistics = empty_statistics(config, query, key, num_blocks)
@@ -116,7 +116,7 @@ def prefill_rows(config, query, key, lengths, *, chunk: int | None = None, num_b
 
 
 def decode_rows(config, query, key, statistics, positions, cache):
-    """Selected row of each layer and sequence for one token `[L, B, 1, heads, H]` each.
+    """Returns each layer's and sequence's selected row for one token `[L, B, 1, heads, H]` each.
 
     `cache` holds the keys of all tokens `[L, B, S, K, H]`, the new ones included.
     """

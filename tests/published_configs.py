@@ -1,6 +1,6 @@
-"""`config.json` of published models, as far as it matters, with what has to come out of them.
+"""The relevant part of published models' `config.json`, and the fields expected from it.
 
-`num_params` is the number of parameters that the model cards and transformers report.
+`num_params` is the number that the model cards and transformers report.
 """
 
 from typing import Any

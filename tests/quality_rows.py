@@ -1,4 +1,4 @@
-"""Made-up evaluation results, with every kind of row that a real evaluation writes."""
+"""Makes up evaluation results, with every kind of row that a real evaluation writes."""
 
 import functools
 import zlib
@@ -20,8 +20,8 @@ TASKS = (
     "text_loss",
 )
 DENSE = ("dense", None)
-LONGEST = 16384  # tokens, by default
-# Share of right answers at density 0.2, mass recall and loss beyond dense, all made up.
+LONGEST = 16384  # default longest prompt, in tokens
+# Made-up share of right answers at density 0.2, mass recall, and loss beyond dense attention.
 POLICIES: dict[tuple[str, str | None], tuple[float, float, float]] = {
     DENSE: (0.97, 1.0, 0.0),
     ("streaming", None): (0.25, 0.8, 0.03),
@@ -32,7 +32,7 @@ POLICIES: dict[tuple[str, str | None], tuple[float, float, float]] = {
     ("sketchwalk", "one_hop"): (0.32, 0.79, 0.05),
     ("sketchwalk", "released"): (0.6, 0.85, 0.02),
 }
-# Those that select in one phase only, with what calibration sets.
+# Policies that select in one phase only, and their calibrated settings.
 RIVALS: dict[tuple[str, str | None], tuple[float, float, float]] = {
     ("minference", None): (0.7, 0.88, 0.02),
     ("flexprefill", None): (0.8, 0.9, 0.01),
@@ -68,12 +68,12 @@ META: dict[str, Any] = {
 
 
 def make_results(**options: Any) -> dict[str, Any]:
-    """`{"meta": ..., "rows": ...}`; options are those of `make_rows`."""
+    """Returns `{"meta": ..., "rows": ...}`; options are passed to `make_rows`."""
     return {"meta": dict(META), "rows": make_rows(**options)}
 
 
 def whole(**options: Any) -> Results:
-    """The same as `read_results` would read it."""
+    """Returns the results as `read_results` returns them."""
     results = make_results(**options)
     return Results(meta=results["meta"], rows=tuple(results["rows"]))
 
@@ -89,9 +89,9 @@ def make_rows(
     num_layers: int = 12,
     has_bytes: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows in the order of an evaluation, the same ones for the same options.
+    """Returns rows in the order of an evaluation; the same options give the same rows.
 
-    With `has_bytes` they have the fields that older files lack.
+    With `has_bytes` they include the fields that older files lack.
     """
     rows = []
     for (policy, preset), skill in policies.items():
@@ -115,7 +115,7 @@ def make_rows(
 
 
 def _newer(row: dict[str, Any]) -> dict[str, Any]:
-    """Fields that older files lack: a layer of a dense token reads 512 bytes per key."""
+    """Returns fields that older files lack: a dense token reads 512 bytes per key and layer."""
     is_dense = row["policy"] == "dense"
     num_dense = None if is_dense else 2 * (ONE_PHASE.get(row["policy"]) != "prefill")
     read = 12 * 256.0 * row["tokens"] * row["measured_density_all_layers"]
@@ -167,7 +167,7 @@ def _task_rows(
         "text_losses": None,
     }
     if setting["task"] == "text_loss":
-        # The same prompts for every policy: what is hard for one is hard for all.
+        # All policies share prompts: a prompt that is hard for one is hard for all.
         hard = np.random.default_rng(1).normal(1.2, 0.2, prompts)
         more = loss * (1.5 if density == 0.1 else 1.0) + rng.normal(0, 0.01, prompts)
         losses = [round(float(one), 5) for one in hard + (0 if is_dense else more)]
@@ -213,7 +213,7 @@ def _score(is_right: np.ndarray) -> dict[str, Any]:
 def right_answers(
     rows: list[dict[str, Any]], label: str, phase: str, task: str, density: float = 0.2
 ) -> list[int]:
-    """Right answers of the longest prompts, straight from the rows."""
+    """Returns right answers of the longest prompts, computed from the rows."""
     found = []
     for row in rows:
         name = row["preset"] or row["policy"]
@@ -225,7 +225,7 @@ def right_answers(
 
 
 def cells(table: str) -> dict[str, dict[str, str]]:
-    """A markdown table as rows by their first cell, each by the header; double names are joined."""
+    """Parses a markdown table into rows by first cell and header; joins double names."""
     lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()]
     header, body = lines[0], lines[2:]
     assert all(len(line) == len(header) for line in body)

@@ -12,10 +12,10 @@ class ReferenceModel:
     """Keeps queries, keys and values of all tokens; `prefill` and `decode` may alternate.
 
     Attributes:
-      params: The parameter tree.
+      params: Parameter tree.
       model_config: Sizes; default rotary embedding, no biases.
       config: A `SketchWalkConfig`.
-      phase: Where selection is sparse.
+      phase: Phase in which selection is sparse.
       history: Queries, keys and values of each layer so far.
       masks: Attended pairs of each call and layer.
     """
@@ -28,11 +28,11 @@ class ReferenceModel:
     masks: list = dataclasses.field(default_factory=list)
 
     def prefill(self, tokens) -> tuple[np.ndarray, list[reference.ReferenceLayer]]:
-        """Appends prompt tokens; returns the logits of all of them, and every layer."""
+        """Appends prompt tokens; returns logits of all of them, and every layer's results."""
         return self._run(np.asarray(tokens), "prefill")
 
     def decode(self, token) -> tuple[np.ndarray, list[reference.ReferenceLayer]]:
-        """Appends one token; returns the logits after it `[V]`, and every layer."""
+        """Appends one token; returns the logits after it `[V]`, and every layer's results."""
         logits, layers = self._run(np.asarray([token]), "decode")
         return logits[0], layers
 
@@ -42,7 +42,7 @@ class ReferenceModel:
         return len(self.history[0][0]) if self.history else 0
 
     def densities(self) -> list[float]:
-        """Attended over causal pairs of each layer, all calls together."""
+        """Returns attended over causal pairs of each layer, over all calls."""
         layers = zip(*self.masks, strict=True)
         causal = self.num_tokens * (self.num_tokens + 1) / 2
         return [sum(int(mask.sum()) for mask in masks) / causal for masks in layers]
@@ -99,7 +99,7 @@ class ReferenceModel:
     def _rotate(self, x, positions):
         half = x.shape[-1] // 2
         frequencies = self.model_config.rope.theta ** (-np.arange(half) / half)
-        # Frequencies, then angles, both rounded to float32 as in every implementation of Llama.
+        # Round frequencies, then angles, to float32, as every implementation of Llama does.
         angles = np.float32(positions[:, None]) * np.float32(frequencies)
         angles = angles[:, None]
         first, second = x[..., :half], x[..., half:]
@@ -108,7 +108,7 @@ class ReferenceModel:
 
 
 def has_near_ties(layers: list[reference.ReferenceLayer], config) -> bool:
-    """Whether rounding could change what these layers selected."""
+    """Says whether rounding could change the layers' selections."""
     sparse = [layer for layer in layers if layer.scores is not None]
     if not sparse:
         return False

@@ -1,4 +1,4 @@
-"""The runtime type checker of the tests: every annotation of the package, checked with beartype."""
+"""The tests' runtime type checker: beartype on every annotation of the package."""
 
 import typing
 from types import FunctionType
@@ -12,7 +12,7 @@ _CONFIG = BeartypeConf(hint_overrides=FrozenDict({typing.Self: object}))
 def check_types(function: FunctionType) -> FunctionType:
     """Checks calls of `function`, except dataclass constructors.
 
-    JAX rebuilds a registered dataclass through its constructor with whatever the leaves are at
-    that moment: shapes, shardings, `None`. Its fields are checked where functions receive them.
+    JAX rebuilds a registered dataclass through its constructor with any leaves: shapes, shardings,
+    `None`. Functions that receive it check its fields instead.
     """
     return function if function.__name__ == "__init__" else beartype(function, conf=_CONFIG)

@@ -1,10 +1,10 @@
-"""Reads machine code for Hopper: registers that a matrix product still reads and others overwrite.
+"""Finds registers in Hopper's machine code that are overwritten while a product still reads them.
 
-A product (`HGMMA`, `QGMMA`, `IGMMA`) whose left operand lies in registers reads them while later
-instructions run, until a wait (`WARPGROUP.DEPBAR`) for it. Products are awaited in groups, of which
-`gsb0` ends one; a wait may leave the last few groups under way. The assembler does not keep the
-registers free if the wait stands in another turn of a loop; what comes out is then wrong only on a
-GPU, and only sometimes.
+A product (`HGMMA`, `QGMMA`, `IGMMA`) whose left operand is in registers reads them while later
+instructions run, until a wait (`WARPGROUP.DEPBAR`) for it. Waits are for groups of products: `gsb0`
+ends a group, and a wait may leave the last few in flight. The assembler does not protect the
+registers if the wait is in another iteration of a loop; results are then wrong only on a GPU, and
+only sometimes.
 """
 
 import re
@@ -17,7 +17,7 @@ _END_OF_GROUP = re.compile(r"[HIQ]GMMA\..*, gsb0\b")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
 _PREDICATE = re.compile(r"@!?U?P\w+\s+")
-# Instructions whose first register is read, not written.
+# Instructions that read their first register and do not write it.
 _READERS = (
     "ST",
     "RED",
@@ -31,11 +31,11 @@ _READERS = (
     "NANOSLEEP",
     "R2UR",
 )
-_LEFT_REGISTERS = 4  # of a 64 x 16 operand of 16-bit numbers, or a 64 x 32 one of 8-bit ones
+_LEFT_REGISTERS = 4  # 64 x 16 operand in 16 bits, or 64 x 32 in eight
 
 
 def hazards(text: str) -> list[str]:
-    """Instructions that write to a register which a product in flight may read, in any order."""
+    """Returns instructions that may write a register which a product in flight still reads."""
     code, labels = _parse(text)
     waits = [int(wait[1], 16) for wait in map(_WAIT.search, code) if wait]
     most = max(waits, default=0) + 1  # groups that need counting
@@ -52,12 +52,12 @@ def hazards(text: str) -> list[str]:
 
 
 def num_register_products(text: str) -> int:
-    """Products whose left operand lies in registers."""
+    """Counts products whose left operand is in registers."""
     return sum(_PRODUCT.search(instruction) is not None for instruction in _parse(text)[0])
 
 
 def _parse(text: str) -> tuple[list[str], dict[str, int]]:
-    """Instructions, and where each label points."""
+    """Returns the instructions, and the target of each label."""
     code: list[str] = []
     labels = {}
     for line in text.splitlines():
@@ -72,10 +72,10 @@ def _parse(text: str) -> tuple[list[str], dict[str, int]]:
 def _before_its_wait(
     code: list[str], labels: dict[str, int], product: int, most: int
 ) -> Iterator[int]:
-    """Instructions that can run after a product without a wait that includes it in between.
+    """Yields instructions that can run after a product and before a wait that includes it.
 
-    Its own group is the first to end from the product on; a wait that leaves `n` groups under way
-    includes it once `n` more have ended. Beyond `most` they are not counted.
+    The product's own group is the first to end after it. A wait that leaves `n` groups in flight
+    includes it once `n` more have ended. Groups beyond `most` are not counted.
     """
     seen: set[tuple[int, int]] = set()
     starts = [(product + 1, int(_END_OF_GROUP.search(code[product]) is not None))]
@@ -98,7 +98,7 @@ def _before_its_wait(
 
 
 def _written(instruction: str) -> set[int]:
-    """Registers that an instruction writes: its first operand, and those that go with it."""
+    """Returns the registers that an instruction writes: its first operand, or all of a group."""
     name, _, operands = _PREDICATE.sub("", instruction, count=1).partition(" ")
     target = re.match(r"R(\d+)", operands.strip())
     if not target or name.startswith(_READERS):

@@ -1,8 +1,8 @@
-"""Shapes of top-k lists and of the printed rule's sketch and walk, that their kernels' tests share.
+"""Shapes for kernels of top-k lists, and of the printed rule's sketch and walk.
 
-`CASES` are computed in the interpreter, in the emulator and on a GPU; `LARGE_CASES` on a GPU alone;
-`COMPILED` are compiled for GPUs that need not be there. Sketch and walk are computed in tests of
-their own.
+Tests compute `CASES` in the interpreter, in the emulator and on a GPU, `LARGE_CASES` only on a GPU.
+`COMPILED` are compiled for GPUs that the machine need not have. Sketch and walk have computing
+tests of their own.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from sketchwalk_jax.selection import block_budget
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionKernelCase:
-    """Top-τ and compaction of given scores.
+    """Top-τ selection and compaction of given scores.
 
     Attributes:
       num_blocks: Key blocks `J`.
       rows: Absolute block of the first row of each sequence.
-      num_rows: Rows `I`.
-      density: Share of the causal blocks.
-      forced: Sink and local blocks.
-      kind: What the scores are: `"normal"`, `"tied"` (few values), `"equal"`
-        (one), or `"wide"` (all of float32, both zeros among them).
+      num_rows: Number of rows `I`.
+      density: Share of causal blocks to keep.
+      forced: Numbers of forced sink and local blocks.
+      kind: Kind of scores: `"normal"`, `"tied"` (few values), `"equal"` (one), or `"wide"`
+        (float32's whole range, both zeros included).
     """
 
     num_blocks: int
@@ -40,7 +40,7 @@ class SelectionKernelCase:
     kind: str = "normal"
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         rows = ",".join(map(str, self.rows[:3]))
         sinks, local = self.forced
         return (
@@ -49,7 +49,7 @@ class SelectionKernelCase:
         )
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """The kernel as a function of arrays alone, and the shapes of these."""
+        """Returns the kernel as a function of arrays only, and their shapes."""
         from sketchwalk_jax.pallas_kernels.top_k.select import select_blocks_kernel
 
         sinks, local = self.forced
@@ -67,7 +67,7 @@ class SelectionKernelCase:
 
     @property
     def budget(self) -> np.ndarray:
-        """Blocks that each row keeps."""
+        """Returns the number of blocks that each row keeps."""
         sinks, local = self.forced
         options = {"density": self.density, "sink_blocks": sinks, "local_blocks": local}
         return block_budget(self.num_blocks, **options)
@@ -85,7 +85,7 @@ class BlockSumsCase:
     dtype: str = "bfloat16"
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         heads = "x".join(map(str, self.heads))
         return (
             f"block_sums-{heads}-H{self.head_dim}-T{self.tokens}"
@@ -93,7 +93,7 @@ class BlockSumsCase:
         )
 
     def program(self) -> Program:
-        """The kernel as a function of arrays alone, and the shapes of these."""
+        """Returns the kernel as a function of arrays only, and their shapes."""
         from sketchwalk_jax.pallas_kernels.walk.block_sums import block_sums_kernel
         from sketchwalk_jax.sketch import srht_matrix
 
@@ -117,11 +117,11 @@ class TokenSelectionCase:
     power: int = 8
 
     def __str__(self) -> str:
-        """Names the case in test ids."""
+        """Returns the name of the case in test ids."""
         return f"select_token-J{self.num_blocks}-B{self.batch}-R{self.sketch_dim}-power{self.power}"
 
     def program(self) -> Program:
-        """The kernels as a function of arrays alone, and the shapes of these."""
+        """Returns the kernels as a function of arrays only, and their shapes."""
         from sketchwalk_jax.pallas_kernels.walk.select_decode import select_token_kernel
 
         function = functools.partial(
@@ -156,7 +156,7 @@ LARGE_CASES = (
     Select(num_blocks=1000, num_rows=300, rows=(700, 3), kind="tied"),
     Select(num_blocks=16384, num_rows=4, rows=(16380,), density=0.1),
 )
-# By GPU. The printed rule's sketch and walk have kernels on Hopper alone.
+# Cases by GPU. Only Hopper has kernels for the printed rule's sketch and walk.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
         Select(num_blocks=5, num_rows=5),

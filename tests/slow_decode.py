@@ -1,4 +1,4 @@
-"""Quest and Adamas as sets: transcriptions with loops, float64 and NumPy, one token at a time."""
+"""Quest and Adamas on sets: loops in float64 and NumPy, one token at a time."""
 
 import math
 from fractions import Fraction
@@ -8,7 +8,7 @@ from scipy.linalg import hadamard
 
 
 def num_kept(config, num_units: int, unit: int, least: int) -> int:
-    """Units that a head keeps of `num_units`, from the budget's definition."""
+    """Returns the pages or tokens that a head keeps of `num_units`, by the budget's definition."""
     if config.token_budget is not None:
         wanted = config.token_budget // unit
     else:
@@ -17,13 +17,13 @@ def num_kept(config, num_units: int, unit: int, least: int) -> int:
 
 
 def best(ranked: list[tuple[float, int]], count: int, forced: list[int]) -> list[int]:
-    """The forced units and, up to `count`, those of the lowest cost; the earlier of two alike."""
+    """Returns forced ids and, up to `count`, those of the lowest cost; earlier ones win ties."""
     others = [unit for _, unit in sorted(ranked) if unit not in forced]
     return sorted(forced + others[: count - len(forced)])
 
 
 def quest_pages(config, query: np.ndarray, key: np.ndarray) -> list[list[int]]:
-    """Pages of each query head `[N, H]` for the last token of the keys `[t, K, H]`."""
+    """Returns each query head's pages `[N, H]` for the last token of keys `[t, K, H]`."""
     size, group = config.block_size, len(query) // key.shape[1]
     starts = range(0, len(key), size)
     count = num_kept(config, len(starts), size, config.min_pages)
@@ -42,14 +42,14 @@ def quest_pages(config, query: np.ndarray, key: np.ndarray) -> list[list[int]]:
 
 
 def adamas_codes(x: np.ndarray, thresholds) -> np.ndarray:
-    """Codes 0 to 3 of vectors `[..., H]`."""
+    """Returns codes 0 to 3 of vectors `[..., H]`."""
     size = x.shape[-1]
     turned = x.astype(np.float64) @ (hadamard(size) / np.sqrt(size))
     return np.digitize(turned, thresholds, right=True)
 
 
 def adamas_tokens(config, query: np.ndarray, key: np.ndarray) -> list[list[int]]:
-    """Tokens of each query head for the last token of `key`."""
+    """Returns each query head's tokens for the last token of `key`."""
     group = len(query) // key.shape[1]
     count = num_kept(config, len(key), 1, 1)
     forced = [len(key) - 1] if config.force_current else []

@@ -1,4 +1,4 @@
-"""`sketchwalk_jax.algorithm` for tests: the layer that a policy computes, and how to compare."""
+"""`sketchwalk_jax.algorithm` for tests: a policy's layer, and comparison of pages."""
 
 import functools
 import inspect
@@ -15,19 +15,19 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def constants(rule: Callable[..., Any]) -> list[str]:
-    """Names of what an equation fixes: the keywords of a layer."""
+    """Returns the names of a rule's constants, the keywords of a layer."""
     parameters = inspect.signature(rule).parameters.values()
     return [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
 
 
 @functools.cache
 def compiled(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer under `jit`, one program for each shape and each choice of constants."""
+    """Jits a layer, one program for each shape and choice of constants."""
     return jax.jit(rule, static_argnames=constants(rule))
 
 
 def layer(policy: Any, **changes: Any) -> Callable[..., Any]:
-    """The layer of the specification with a policy's constants.
+    """Returns the specification's layer with a policy's constants.
 
     Args:
       policy: `SketchWalkConfig.recommended()` or `.paper()`, with any fields.
@@ -42,17 +42,17 @@ def layer(policy: Any, **changes: Any) -> Callable[..., Any]:
 def assert_same_pages(
     ids: np.ndarray, counts: np.ndarray, kept: np.ndarray, scores: np.ndarray, rounding: float
 ) -> np.ndarray:
-    """Every row lists the pages that the specification keeps, but for pages with equal scores.
+    """Checks that every row lists the specification's pages, except for pages with equal scores.
 
     Args:
-      ids: Pages of each row, ascending, `[I, P]`.
-      counts: How many of them count, `[I]`.
-      kept: What the specification keeps, `[I, P]`.
-      scores: Its walk, `[I, P]`.
-      rounding: Scores are equal that differ by this share of the larger one.
+      ids: Listed pages of each row, ascending, `[I, P]`.
+      counts: Number of valid ids in each row, `[I]`.
+      kept: The specification's pages, as a mask `[I, P]`.
+      scores: The specification's walk, `[I, P]`.
+      rounding: Scores that differ by at most this share of the larger one are equal.
 
     Returns:
-      Which rows are the same to the last page.
+      Mask of the rows that agree to the last page.
     """
     is_same = np.ones(len(kept), bool)
     for row, pages in enumerate(np.asarray(kept)):

@@ -1,4 +1,4 @@
-"""The ablations: which are run, the one without a mask, `--reduced` anywhere, and their page."""
+"""The ablations: which ones run, the one without a mask, the option `--reduced`, and their page."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def select_in_layers(config, layers, lengths=LENGTHS):
 
 
 def lists_by_the_equations(config, layers, sequence):
-    """The lists of one sequence in the last layer, in float64 and without a mask before them."""
+    """Returns one sequence's lists in the last layer, in float64 without a mask on its inputs."""
     length = LENGTHS[sequence]
     count = -(-length // SIZE)
     state = None
@@ -147,7 +147,7 @@ def test_what_follows_changes_a_rows_list():
     full = [BLOCKS * SIZE] * BATCH
     one, two = (select_in_layers(config, x, full)[-1].ids[:, :, :half] for x in (layers, other))
     assert bool(jnp.any(one != two))
-    assert config.phases == ("prefill",)  # and so decoding could not go on with its walk
+    assert config.phases == ("prefill",)  # so decoding cannot continue its walk
 
 
 def test_tables_have_every_variant_with_paired_differences(rows, tmp_path):

@@ -1,4 +1,4 @@
-"""Adamas: transform, codes and distances against NumPy, and thresholds of a model's own."""
+"""Adamas: transform, codes and distances against NumPy, and thresholds fitted to a model."""
 
 import hypothesis.strategies as st
 import jax
@@ -16,7 +16,7 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.policies import adamas
 from sketchwalk_jax.policies.adamas import AdamasConfig, calibrate_thresholds
 
-# Whole functions are one program each, and not one for each of their operations.
+# Jit whole functions: otherwise each operation would be a program.
 code_distance = jax.jit(adamas.code_distance)
 encode_channels = jax.jit(adamas.encode_channels, static_argnames="thresholds")
 hadamard_transform = jax.jit(adamas.hadamard_transform)
@@ -26,12 +26,12 @@ THRESHOLDS = ((-10.0, 0.0, 10.0), (-1.5, 0.25, 3.0))
 
 
 def integers(seed, *shape):
-    """Small integers: their transforms are exact in float32 where the size is a power of four."""
+    """Draws small integers: transforms are exact in float32 where the size is a power of four."""
     return np.random.default_rng(seed).integers(-9, 10, shape).astype(np.float32)
 
 
 def unpack(codes):
-    """Codes as numbers `[..., H]`, from the two planes."""
+    """Unpacks codes from the two bit planes into numbers `[..., H]`."""
     high, low = np.moveaxis(np.unpackbits(np.asarray(codes), axis=-1), -2, 0)
     return 2 * high.astype(np.int64) + low
 
@@ -58,7 +58,7 @@ def test_codes_are_those_of_numpy(size, thresholds):
 
 
 def test_a_value_on_a_threshold_has_the_lower_code():
-    # The transform of a unit vector times 4 in 16 channels is 1 everywhere, up to sign.
+    # The transform of 4 times a unit vector in 16 channels is 1 everywhere, up to sign.
     x = jnp.zeros((16,)).at[0].set(4.0)
     for thresholds, code in (((0.0, 0.5, 1.0), 2), ((1.0, 2.0, 3.0), 0), ((-1.0, 0.0, 0.999), 3)):
         assert (unpack(encode_channels(x, thresholds)) == code).all()
@@ -77,7 +77,7 @@ def test_distances_are_sums_of_absolute_differences(seed, size):
 def test_calibrated_thresholds_use_all_codes_alike():
     key = jax.random.normal(jax.random.key(0), (2000, 2, 64)) * 0.1 + 0.05
     codes = unpack(encode_channels(key, AdamasConfig().thresholds))
-    assert set(np.unique(codes)) == {1, 2}  # the published ones leave one bit of two unused
+    assert set(np.unique(codes)) == {1, 2}  # with the published ones, half of the codes are unused
     thresholds = calibrate_thresholds(key)
     shares = np.bincount(unpack(encode_channels(key, thresholds)).ravel(), minlength=4) / codes.size
     np.testing.assert_allclose(shares, 0.25, atol=1e-3)

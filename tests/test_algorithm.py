@@ -1,6 +1,6 @@
-"""Policies and kernels compute what `sketchwalk_jax.algorithm` says.
+"""Policies and kernels compute the results of `sketchwalk_jax.algorithm`.
 
-Without kernels, in the interpreter of kernels, as compiled, or on a GPU.
+Runs without kernels, in the interpreter of kernels, as compiled, or on a GPU.
 """
 
 import functools
@@ -31,7 +31,7 @@ from sketchwalk_jax import (
 
 NUM_LAYERS, PARTS = 3, ("queries", "keys", "values")
 SMALL = {"block_size": 32, "min_tokens": 64, "early_representatives": ((96, 12),)}
-# A policy; heads, head dimension and type; tokens of each sequence.
+# Policy; heads, head_dim and type; tokens of each sequence.
 PROMPTS = {
     "recommended": (SketchWalkConfig.recommended(), (4, 2), 64, "float32", (577,)),
     "recommended, small blocks": (
@@ -42,7 +42,7 @@ PROMPTS = {
         SketchWalkConfig.paper(density=0.5, block_size=16), (6, 2), 64, "bfloat16", (250, 1),
     ),
 }  # fmt: skip
-# Prompts, after which the second sequence enters a new block.
+# Prompts; the token after them starts a new block in the second sequence.
 CACHED = {
     "recommended": (
         SketchWalkConfig.recommended(density=0.1, **SMALL), (8, 1), 128, "float32", (200, 96),
@@ -52,13 +52,13 @@ CACHED = {
         (8, 1), 32, "float32", (320, 96),
     ),
 }  # fmt: skip
-# Relative errors of walks. Of the default rule, that of a share is the absolute error of its logit:
-# logits up to 16, sums of up to 64 products, each rounded by EPS / 2. The eighth power of the
-# printed rule makes eight roundings of one; there are three layers. The eighth powers of shares
-# below 2^-15.75 are below 2^-126, the least that float32 holds.
+# Relative errors of walks. Default rule: a share's relative error is its logit's absolute error;
+# logits reach 16 and sum up to 64 products, each rounded by EPS / 2. Printed rule: three layers,
+# whose eighth power multiplies a relative error by eight. Eighth powers of shares below 2^-15.75
+# are below 2^-126, float32's smallest normal number.
 WALK = {"rtol": 256 * EPS, "atol": 2.0**-15.75}
-# Outputs are means of values up to 4, by weights with such errors. In bfloat16, weights and outputs
-# are rounded by 2^-9 of themselves.
+# Outputs are means of values up to 4, weighted with such errors. In bfloat16, weights and outputs
+# also have a relative error of 2^-9.
 OUTPUT = {
     "float32": {"rtol": 64 * EPS, "atol": 64 * EPS},
     "bfloat16": {"rtol": 2.0**-8, "atol": 2.0**-6},
@@ -66,7 +66,7 @@ OUTPUT = {
 
 
 def draw(case):
-    """Queries, keys and values of each layer, `[B, T, heads, H]`, with one token after a prompt."""
+    """Draws each layer's queries, keys and values `[B, T, heads, H]`: a prompt and one token."""
     policy, heads, head_dim, dtype, lengths = case
     shape = {"num_layers": NUM_LAYERS, "heads": heads, "head_dim": head_dim}
     shape |= {"block_size": policy.block_size, "spread": 0.5, "num_tokens": max(lengths) + 1}
@@ -78,7 +78,7 @@ def draw(case):
 
 
 def specified(case, layers, sequence, length, *, is_token=False, **changes):
-    """Output, walk and kept pages of each layer of one sequence by the specification."""
+    """Computes output, walk and kept pages of each layer of one sequence by the specification."""
     run, walk, found = specification.layer(case[0], is_token=is_token, **changes), None, []
     for arrays in layers:
         found.append(run(*(x[sequence, :length] for x in arrays), walk))
@@ -87,7 +87,7 @@ def specified(case, layers, sequence, length, *, is_token=False, **changes):
 
 
 def assert_walks_equal(policy, walk, wanted, **bound):
-    """Compares rows of walks; those of the printed rule are known up to a factor."""
+    """Compares rows of walks; the printed rule fixes its rows only up to a factor."""
     walk = np.asarray(walk)[: wanted.shape[0], : wanted.shape[1]]
     if isinstance(policy, SketchWalkConfig):
         largest = np.abs(walk).max(axis=1, keepdims=True)
@@ -97,7 +97,7 @@ def assert_walks_equal(policy, walk, wanted, **bound):
 
 @functools.cache
 def prompts(name):
-    """Layers, and what `sketchwalk_attention` computes of them."""
+    """Draws layers, and runs `sketchwalk_attention` on them."""
     case = policy, _, _, dtype, lengths = PROMPTS[name]
     layers, walk, found = draw(case), None, []
     behind = np.arange(max(lengths))[None] >= np.array(lengths)[:, None]
@@ -145,7 +145,7 @@ def test_another_specification_would_not_agree(name, change):
 
 
 def assert_cached_layers_equal(case, rounding, **options):
-    """Compares a prompt and a token after it, and their lists of pages, with the specification.
+    """Compares a prompt, a token after it, and their lists of pages with the specification.
 
     Args:
       case: One of `CACHED`.
@@ -172,12 +172,12 @@ def assert_cached_layers_equal(case, rounding, **options):
         for index, arrays in enumerate(layers):
             arrays = [jnp.take_along_axis(x, place, axis=1) for x in arrays]
             arrays, where = (*arrays, caches[index]), {"lengths": jnp.asarray(new)}
-            if walk is None:  # an empty one, so that all layers run one program
+            if walk is None:  # pass an empty walk, so that all layers run one program
                 shapes = jax.eval_shape(functools.partial(attend, **where), *arrays)[2]
                 walk = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             out, caches[index], walk, lists = attend(*arrays, walk, **where)
             for sequence, (wanted_out, wanted_walk, kept) in enumerate(x[index] for x in wanted):
-                wanted_walk = wanted_walk[-len(kept) :]  # the last row of the printed rule's
+                wanted_walk = wanted_walk[-len(kept) :]  # last row only, for the printed rule
                 assert_walks_equal(policy, walk.scores[sequence], wanted_walk, rtol=rounding)
                 ids, counts = (np.asarray(x)[sequence, 0] for x in (lists.ids, lists.counts))
                 is_same = assert_same_pages(ids, counts, kept, wanted_walk, rounding)
@@ -195,7 +195,7 @@ def test_a_prompt_in_a_cache_and_a_token_after_it_are_what_the_specification_say
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["recommended", "paper"])
 def test_kernels_compute_what_the_specification_says(name):
-    """Kernels hold the largest products of pages in float16, and round shares to bfloat16."""
+    """Kernels hold page max logits in float16, and round shares to bfloat16."""
     few = {"recommended": {"density": 0.3, "min_tokens": 64}, "paper": {"density": 0.6}}
     policy = getattr(SketchWalkConfig, name)(**few[name])
     case = policy, (2, 1), 64, "bfloat16", (190, 128)
@@ -216,7 +216,7 @@ def test_a_row_of_the_specification_knows_nothing_of_later_blocks(name):
 
 
 def test_block_scores_equal_loops_over_blocks_and_tokens():
-    """Definition 2.1 on means over heads: the mean over all pairs of tokens."""
+    """Definition 2.1 for means over heads: the mean of scores over all pairs of tokens."""
     num_tokens, size, head_dim = 53, 16, 32
     layers = cases.draw_layers(0, num_layers=1, num_tokens=num_tokens, head_dim=head_dim)
     query, key = (x[0].astype(np.float64).mean(1) for x in (layers.queries, layers.keys))
@@ -255,7 +255,7 @@ def test_kept_pages_are_the_best_ones_with_the_forced_ones(scores, data):
 
 
 def test_a_decoded_token_is_the_row_of_a_block_of_such_queries():
-    """The printed rule: the mean of the last block is then the last token's query."""
+    """Printed rule: if all tokens of the last block have the same query, so has their mean."""
     case = policy, *_, lengths = CACHED["paper"]
     layers = draw(case)
     for arrays in layers:

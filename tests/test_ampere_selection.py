@@ -1,7 +1,7 @@
 """The kernels that select for a token, as they are compiled for GPUs before Hopper.
 
-On Hopper `test_token_selection_kernels.py` has all of them; here is what differs elsewhere: how
-queries are rounded to eight bits.
+`test_token_selection_kernels.py` tests all of them on Hopper. This module tests the only difference
+elsewhere: the rounding of queries to eight bits.
 """
 
 import jax
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def select(capability, drawn):
-    """Lists and evidence by the kernels as they are compiled for a GPU."""
+    """Returns lists and page scores of the kernels as compiled for a GPU."""
     import compiled_kernels
 
     jax.clear_caches()
@@ -38,7 +38,7 @@ def select(capability, drawn):
 )
 def test_tokens_get_the_lists_that_they_get_on_hopper(capability, shape, kind):
     drawn = draw_token(*shape, kind, second=17 * SIZE + 21)
-    # `ptxas` takes code for the first GPU of a process, and for older ones.
+    # `ptxas` takes code only for the first GPU of a process and for older ones.
     wanted, found = (jax.tree.leaves(select(x, drawn)) for x in ("9.0", capability))
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -1,4 +1,4 @@
-"""The page on the architecture is that of the code: rooms, and the way of a token through them."""
+"""The architecture page matches the code: folders, and the path of a token through them."""
 
 import dataclasses
 import re
@@ -29,11 +29,11 @@ def test_data_flows_downward_as_the_page_shows_it(repository):
 
 
 class Arrived(Exception):
-    """The kernel was reached."""
+    """Raised when the kernel is reached."""
 
 
 class Watched:
-    """The module that makes kernels, as one file sees it; making a kernel ends the call."""
+    """Stands in for the module that makes kernels in one file; making a kernel ends the call."""
 
     def __init__(self, module, repository):
         self._module, self._root = module, str(repository)

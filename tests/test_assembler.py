@@ -1,4 +1,4 @@
-"""The readers of the assembler's output see spills, complaints and registers written too early."""
+"""The readers of the assembler's output see spills, warnings and registers written too early."""
 
 import ampere_table
 import hopper
@@ -14,7 +14,7 @@ ptxas info    : Used 168 registers, used 9 barriers, 16 bytes cumulative stack s
 """
 
 
-# A loop whose product is awaited in its next turn: %s stands after the product.
+# A loop that waits for its product in the next iteration; %s follows the product.
 LOOP = """\
 .L_x_1:
    -:-:-:Y:01   /*0010*/   WARPGROUP.DEPBAR.LE gsb0, 0x0
@@ -75,7 +75,7 @@ def test_a_register_that_is_overwritten_too_early_would_be_seen(instruction, is_
 
 @pytest.mark.parametrize(("later", "is_hazard"), [(0, True), (1, False), (2, False)])
 def test_a_wait_that_leaves_a_group_under_way_is_one_for_those_before(later, is_hazard):
-    """The first product of a loop is safe from its overwriting if another group has ended since."""
+    """The loop's first product is safe from the overwrite once another group has ended."""
     other = "   -:-:-:Y:01   /*0030*/   HGMMA.64x8x16.F32.BF16 R88, R{}, gdesc[UR16], R88, gsb0\n"
     wait = "   -:-:-:Y:01   /*0034*/   WARPGROUP.DEPBAR.LE gsb0, 0x1\n"
     rest = "".join(other.format(200 + 4 * index) for index in range(later))
@@ -92,7 +92,7 @@ def test_a_case_that_does_not_compile_is_an_error():
 def test_the_table_counts_the_innermost_loops_that_multiply():
     names = [
         "MOV R1, R2 ;",
-        ".L_x_1:",  # around one that multiplies
+        ".L_x_1:",  # contains a loop that multiplies
         "IADD3 R1, R1, 1, RZ ;",
         ".L_x_2:",
         "HMMA.16816.F16 R1, R2, R3, RZ ;",

@@ -31,7 +31,7 @@ dense = jax.jit(dense_attention, static_argnames=("return_lse", "kernel_config")
 
 @jax.jit
 def jax_attention(query, key, value, key_value_seq_lengths):
-    """Causal attention by JAX itself, in full float32 on accelerators too."""
+    """Computes causal attention with JAX itself, in full float32 on accelerators too."""
     with jax.default_matmul_precision("highest"):
         return jax.nn.dot_product_attention(
             query,
@@ -44,7 +44,7 @@ def jax_attention(query, key, value, key_value_seq_lengths):
 
 
 def draw(case: AttentionCase, num_queries: int | None = None, seed: int = 0):
-    """Queries `[B, T, N, H]`; keys and values `[B, S, K, H]`, NaN beyond each length."""
+    """Draws queries `[B, T, N, H]`; keys and values `[B, S, K, H]`, NaN beyond each length."""
     rng = np.random.default_rng(seed)
     num_heads, num_kv_heads = case.heads
     batch, num_queries = len(case.lengths), num_queries or max(case.lengths)
@@ -56,7 +56,7 @@ def draw(case: AttentionCase, num_queries: int | None = None, seed: int = 0):
 
 
 def draw_selection(case: AttentionCase, num_rows: int, num_blocks: int, seed: int = 0):
-    """A random mask `[B, M, rows, blocks]` and its lists, with nonsense after each count."""
+    """Draws a mask `[B, M, rows, blocks]` and its lists, with invalid ids after each count."""
     num_lists = dict(zip(cases.LIST_KINDS, (1, *case.heads[::-1]), strict=True))[case.lists]
     rng = np.random.default_rng(seed)
     size = max(num_rows, num_blocks)
@@ -70,7 +70,7 @@ def draw_selection(case: AttentionCase, num_rows: int, num_blocks: int, seed: in
 
 
 def expected(case, query, key, value, mask, row, first=0):
-    """The reference for one sequence, whose queries stand at `first` and after."""
+    """Computes the reference for one sequence with queries from position `first` on."""
     positions, keys = first + np.arange(query.shape[1]), np.arange(key.shape[1])
     blocks = np.minimum(positions // SIZE, mask.shape[2] - 1)
     allowed = np.repeat(mask[row], SIZE, axis=-1)[:, blocks, : len(keys)]
@@ -114,7 +114,7 @@ def test_full_lists_equal_dense_attention_and_jax(case):
     selection = BlockSelection(jnp.asarray(ids), jnp.asarray(counts), SIZE)
     lists, lse = attend(query, key, value, selection, kv_lengths=lengths, return_lse=True)
     whole, whole_lse = dense(query, key, value, kv_lengths=lengths, return_lse=True)
-    # Nobody here wrote this one. It computes in the dtype of its inputs: give it float32.
+    # An independent reference. It computes in the dtype of its inputs: give it float32.
     wide = (np.nan_to_num(np.asarray(x).astype(np.float32)) for x in (query, key, value))
     wanted, residual = jax_attention(*wide, key_value_seq_lengths=lengths)
     lists, lse, whole, whole_lse, wanted, residual = jax.device_get(
@@ -129,7 +129,7 @@ def test_full_lists_equal_dense_attention_and_jax(case):
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_token_on_a_gpu_without_kernels_attends_as_elsewhere(group, dtype, monkeypatch):
-    """The form for GPUs: heads that share values in sums, and more of them in a product."""
+    """XLA on GPUs sums products for small groups of heads, and uses a matmul for larger ones."""
     case = AttentionCase(group=group, lengths=(190, 1, 0), head_dim=16, dtype=dtype)
     query, key, value = draw(case, num_queries=1)
     lengths = jnp.asarray(case.lengths, jnp.int32)
@@ -164,7 +164,7 @@ def test_decode_equals_the_masked_reference(case):
 
 
 def rows_at(selection: BlockSelection, rows: np.ndarray) -> BlockSelection:
-    """The lists of the given rows `[B, I]` of each sequence."""
+    """Returns the lists of the given rows `[B, I]` of each sequence."""
     ids, counts = (
         np.stack([x[row][:, place] for row, place in enumerate(rows)])
         for x in (np.asarray(selection.ids), np.asarray(selection.counts))
@@ -180,7 +180,7 @@ def test_queries_may_start_at_any_position(offsets):
     query, key, value = draw(case, num_queries)
     num_rows = num_query_blocks(num_queries, SIZE, has_offset=True)
     mask, selection = draw_selection(case, 4, 4)
-    # Row i of the lists is the block of the first query plus i.
+    # Row i of the lists belongs to the first query's block plus i.
     rows = np.minimum((np.array(offsets) // SIZE)[:, None] + np.arange(num_rows), 3)
     arguments = {
         "query_offset": np.array(offsets, np.int32),

@@ -1,7 +1,7 @@
-"""The kernel of prompts for GPUs from Ampere on: interpreted, as compiled, and on such a GPU.
+"""The prefill kernel for GPUs from Ampere on: interpreted, as compiled, and on such a GPU.
 
-On a machine with such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_attention_kernel.py`.
-As compiled, cases take GPUs in turn.
+On such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_attention_kernel.py`. As compiled,
+cases take GPUs in turn.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel, 
 ON_GPU = jax.default_backend() == "gpu"
 TIMES = 2 if ON_GPU else 1
 CONFIG = KernelConfig(interpret=True) if INTERPRET else KernelConfig()
-# A process that has compiled for Hopper compiles for what came before it, but not for Blackwell.
+# A process that compiled for Hopper first can compile for older GPUs, but not for Blackwell.
 CAPABILITIES = itertools.cycle(x for x in hopper.SHARED_KIB if float(x) < 10)
 CASES = [x for x in attention_cases.CASES if x.op == "prefill"]
 
@@ -36,9 +36,9 @@ pytestmark = pytest.mark.interpreted
 
 @pytest.fixture
 def on_some_gpu():
-    """Compiles for another GPU than the last test, where kernels run as compiled."""
+    """Compiles for the next GPU in turn, where kernels run as compiled."""
     found = contextlib.nullcontext()
-    compiled.cache_clear()  # a program keeps the GPU that it was first traced for
+    compiled.cache_clear()  # a traced program keeps its GPU
     if RUNS_COMPILED:
         import compiled_kernels
 
@@ -63,12 +63,12 @@ def run(case, arguments, capfd, *, kernel=attention_kernel, times=TIMES):
 )
 def test_attention_equals_the_reference(case, capfd):
     arguments, mask = kernel_draws.draw_attention(case, 0)
-    # As compiled, warps come in another order in each run.
+    # As compiled, each run executes warps in another order.
     found = run(case, arguments, capfd, times=1 if INTERPRET else 2)
     assert_attention(case, arguments, mask, found)
 
 
-# Small steps and large ones, fewer and more of them at a time than a list may have.
+# Small and large steps; fewer and more steps in flight than a list may have.
 SIZES = ((32, 1), (32, 3), (64, 1), (64, 3))
 
 
@@ -102,7 +102,7 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.parametrize("chosen", [(64, 2), (32, 1)], ids=str)
 def test_lists_name_any_of_a_rows_own_pages(chosen, capfd, monkeypatch):
-    """Each head lists another subset of the four; whoever attends to an unlisted page sees NaN."""
+    """Each head lists another subset of the four pages; unlisted pages hold NaN."""
     monkeypatch.setattr(module, "sizes", lambda *_: chosen)
     case = Pages(heads=(16, 1), lengths=(180,), lists="head", head_dim=64)
     (*floats, ids, counts, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
@@ -117,7 +117,7 @@ def test_lists_name_any_of_a_rows_own_pages(chosen, capfd, monkeypatch):
     arguments = (*floats, ids, jnp.asarray(counts, jnp.int32), layer, lengths, first)
     found = run(case, arguments, capfd)
     assert_attention(case, arguments, mask, found)
-    # Values that are not finite reach later queries of the heads that list their pages.
+    # Non-finite values reach only later queries of the heads that list their pages.
     sees = np.zeros((1, 3 * 64, 16), bool)
     for position, features in ((20, slice(None)), (70, 5), (150, slice(None))):
         floats[2] = floats[2].at[cases.LAYER, 0, position, 0, features].set(jnp.nan)
@@ -129,7 +129,7 @@ def test_lists_name_any_of_a_rows_own_pages(chosen, capfd, monkeypatch):
 
 
 def test_two_programs_fit_in_a_multiprocessor():
-    wanted = {  # by rows of a tile and head_dim
+    wanted = {  # by rows per tile and head_dim
         "8.0": {(64, 64): (64, 2), (128, 64): (64, 2), (64, 128): (64, 2), (128, 128): (32, 2)},
         "8.6": {(64, 64): (64, 2), (128, 64): (64, 2), (64, 128): (64, 1), (128, 128): (32, 1)},
     }

@@ -34,7 +34,7 @@ def mass_of_token(*arrays, **options):
 
 
 def draw(lengths, num_tokens=CAPACITY, dtype=jnp.float32, num_layers=None):
-    """Queries and keys, NaN beyond each length; with layers, the other layers' keys are NaN."""
+    """Draws queries and keys, NaN beyond each length and in all layers but one."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((len(lengths), num_tokens, HEADS[0], HEAD_DIM))
     key = 2.0 * rng.standard_normal((len(lengths), CAPACITY, HEADS[1], HEAD_DIM))
@@ -64,7 +64,7 @@ def test_mass_equals_a_softmax_in_float64(tiles, dtype):
     wanted = expected(query, key[1], lengths, 7)
     options = {"block_size": SIZE, "kernel_config": TILES[tiles]}
     by_head = mass_of(query, key, layer=1, kv_lengths=np.array(lengths), sum_heads=False, **options)
-    # Products of bfloat16 are exact in float32: only sums differ, in either dtype.
+    # Products of bfloat16 are exact in float32: in either dtype only sums differ.
     np.testing.assert_allclose(by_head, wanted, **tolerance("scores"))
     summed = mass_of(query, key, layer=1, kv_lengths=np.array(lengths), **options)
     assert summed.dtype == jnp.float32
@@ -74,7 +74,7 @@ def test_mass_equals_a_softmax_in_float64(tiles, dtype):
 
 
 def largest_shares(query, key, positions):
-    """The largest share that one of the tokens gives each block, of every head `[N, J]`."""
+    """Returns the largest share of each block over the tokens, for every head `[N, J]`."""
     shares = np.zeros((HEADS[0], CAPACITY // SIZE))
     for token, position in zip(query, positions, strict=True):
         one = float64_mass.block_mass(token[None], key[: position + 1], SIZE, first=position)
@@ -108,7 +108,7 @@ def test_the_largest_share_of_queries_and_heads(tiles):
 @settings(max_examples=6)
 @given(first=st.integers(0, 6), start=st.integers(0, SIZE - 1), length=st.integers(1, CAPACITY))
 def test_rows_of_a_chunk_are_those_of_the_whole(first, start, length):
-    """A chunk begins at any block, and its first tokens may be missing."""
+    """A chunk begins at any block boundary, and its first tokens may be missing."""
     query, key = draw((CAPACITY,))
     columns = np.arange(first * SIZE, CAPACITY)
     begin, end = first * SIZE + start, min(CAPACITY, first * SIZE + start + length)

@@ -1,4 +1,4 @@
-"""`Auto`: what is chosen from measurements, what then runs, and the measurements themselves."""
+"""`Auto`: its choice from measurements, the program that then runs, and the measurements."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def what(found):
         (100, {}, ("sparse", "prefill")),
         (199, {}, ("sparse", "prefill")),
         (200, {}, ("sparse", "both")),
-        (100, {"max_new_tokens": 200}, ("sparse", "both")),  # 100 more on average
+        (100, {"max_new_tokens": 200}, ("sparse", "both")),  # 100 tokens longer on average
         (99, {"max_new_tokens": 202}, ("sparse", "decode")),
         (200, {"phase": "prefill"}, ("sparse", "prefill")),
         (199, {"phase": "decode"}, ("dense", "both")),
@@ -92,7 +92,7 @@ def test_the_nearest_measurement_counts():
 
     assert found() == found(batch=3) == 100
     assert found(batch=4) == found(batch=9) == 20
-    assert found(density=0.1) == 100  # fewer blocks are no slower
+    assert found(density=0.1) == 100  # fewer blocks cannot be slower
     assert found(density=0.45) == 40
     wider = dataclasses.replace(MODEL, num_heads=8)
     assert Auto(PAPER, table).find("prefill", wider).tokens == 60
@@ -134,7 +134,7 @@ def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypat
     table = (never, dataclasses.replace(group, phase="decode"), older)
     for capability, expected in (
         ("8.6", [("dense", "both"), ("sparse", "decode"), ("sparse", "decode")]),
-        ("7.5", [("sparse", "both")] * 3),  # and no measurement of decode
+        ("7.5", [("sparse", "both")] * 3),  # no measurement of decode
         ("9.0", [("sparse", "both")] * 3),
         ("", [("sparse", "both")] * 3),
     ):
@@ -153,7 +153,7 @@ def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypat
 )
 def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, expected, monkeypatch):
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
-    assert default_policy(MODEL) == sw.SketchWalkConfig.recommended()  # a CPU was measured
+    assert default_policy(MODEL) == sw.SketchWalkConfig.recommended()  # measured on a CPU
     monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
     policy = sw.SketchWalkConfig.recommended()
     assert default_policy(MODEL) == (policy if expected is None else Auto(policy))
@@ -184,7 +184,7 @@ def test_it_wraps_a_policy_and_stands_for_none_elsewhere():
         )
 
 
-# What runs.
+# Runs.
 
 
 def run(config, *, tokens=40, cache=None, phase="both"):
@@ -226,7 +226,7 @@ def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase)
 
 @pytest.mark.parametrize(("first", "then"), [(40, 1000), (1000, 1)])
 def test_a_cache_goes_on_as_it_was_made(first, then):
-    """Though more tokens would make it sparse, or fewer dense."""
+    """More tokens would make it sparse, or fewer dense, but the cache decides."""
     autos = [
         Auto(PAPER, tuple(dataclasses.replace(one, tokens=at, longest=at) for one in TABLE))
         for at in (first, then)
@@ -311,7 +311,7 @@ def benchmark(monkeypatch):
 
 
 def test_the_package_comes_with_break_evens_of_the_default_policy():
-    """A test of the pages compares them with the results."""
+    """A test of the pages compares these with the results."""
     rows = read_break_evens()
     found = {one.phase for one in rows if one.policy == "RecommendedConfig"}
     assert found == {"prefill", "decode"}
@@ -325,11 +325,11 @@ def test_a_break_even_is_where_no_longer_length_is_slower(benchmark):
 
 
 def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, tmp_path):
-    """Rows of 128K tokens alone leave `Auto` as it is without any."""
+    """Measurements at 128K tokens alone change nothing in `Auto`."""
     assert benchmark.is_known(4096, {2048: 0.9, 4096: 1.1})
     assert benchmark.is_known(8192, {8192: 1.1, 16384: 1.2})
     assert not benchmark.is_known(16384, {16384: 1.1, 32768: 1.2})
-    assert benchmark.is_known(None, {131072: 0.9})  # no shorter one pays either
+    assert benchmark.is_known(None, {131072: 0.9})  # so no shorter length pays
     row = {"model": "llama-3.1-8b", "phase": "prefill", "tokens": 2**17, "batch": 1, "error": None}
     row |= {"implementation": "ours", "chunk_size": None}
     dense = row | {"policy": "dense", "preset": None, "density": 1.0, "seconds": {"median": 11.0}}
@@ -348,13 +348,13 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, tmp_path):
     assert Auto(None, tuple(found(long))).find("prefill", model, device="NVIDIA H200") == text
     short = [one | {"tokens": 2**14} for one in (dense, own | {"seconds": {"median": 12.0}})]
     assert [(one.tokens, one.longest) for one in found([*long, *short])] == [(2**17, 2**17)]
-    # Dense in pieces is what a policy must beat.
+    # A policy must beat dense attention in chunks.
     slower = [dense, pieces, own | {"seconds": {"median": 10.5}}]
     assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
 
 
 def test_what_is_kept_stands_beside_what_was_measured(benchmark, tmp_path):
-    """Measured devices first, then what is expected of others."""
+    """Measured devices come first, then expected values for others."""
     row = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
     row |= {"width": 64, "batch": 1, "tokens": 512, "longest": 1024}
     rows = [row | {"device": device} for device in (dispatch.GPU_GROUPS[-1], "cpu")]
@@ -367,7 +367,7 @@ def test_what_is_kept_stands_beside_what_was_measured(benchmark, tmp_path):
 
 
 def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):
-    """As `end_to_end.py` writes them, as soon as there are any."""
+    """The rows are as `end_to_end.py` writes them."""
 
     def row(tokens, policy, median, **more):
         fields = {"model": "llama-3.1-8b", "phase": "decode", "tokens": tokens, "batch": 8}

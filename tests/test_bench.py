@@ -1,4 +1,4 @@
-"""`sketchwalk bench`: its file, its tables, its mistakes."""
+"""`sketchwalk bench`: its file, its tables, its errors."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def run(model, tmp_path, sketchwalk):
 
 
 def timed_rows(times: dict[int, tuple[float, float]], part: str = "first_token") -> list[dict]:
-    """Rows of dense attention and of the recommended policy: their seconds by length."""
+    """Makes rows of dense attention and of the recommended policy from their seconds by length."""
     rows = []
     for tokens, pair in times.items():
         for name, phase in bench.PARTS.items():
@@ -67,7 +67,7 @@ def timed_rows(times: dict[int, tuple[float, float]], part: str = "first_token")
 
 @pytest.fixture
 def asked(monkeypatch) -> list[int]:
-    """Lengths whose times were asked for; none is measured."""
+    """Records the lengths whose times are requested; nothing is measured."""
     asked = []
 
     def attention(model_config, policy, length, params):
@@ -120,7 +120,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_another_goes_on(run, asked, mo
         for part in bench.PARTS
     ]
     assert found["rows"][0]["seconds"] == {"median": 2.0, "q25": 1.5, "q75": 2.5, "repeats": 3}
-    assert run(*lengths)[1] == table and asked == [256]  # nothing is measured again
+    assert run(*lengths)[1] == table and asked == [256]  # the second call measures nothing
 
 
 @pytest.mark.unchecked

@@ -1,4 +1,4 @@
-"""What benchmarks write: rows of several runs in one file, and pages made of parts of them."""
+"""Files of benchmarks: rows of several runs in one file, and pages made from parts of them."""
 
 import argparse
 import importlib
@@ -45,8 +45,8 @@ def test_rows_of_several_runs_keep_their_own(load, tmp_path):
     common.add_rows(path, run(2, asked=asked), [again, failed, other], NAMES)
     found = read(path)
     assert [(row.get("value"), row["run"]["repeats"]) for row in found["rows"]] == [
-        (2, 2),  # in its place
-        (1, 1),  # what failed now did not then
+        (2, 2),  # replaced in its place
+        (1, 1),  # a later failure does not replace it
         (None, 2),
     ]
     assert found["rows"][0]["run"] == {"date": "2026-01-02", "command": "run 2", "repeats": 2}
@@ -66,7 +66,7 @@ def test_rows_of_another_machine_are_refused(other, load, tmp_path):
 
 
 def test_a_file_of_one_run_takes_rows_of_another(load, tmp_path):
-    """As they were written before rows said what measured them."""
+    """The first file is from before rows named the run that measured them."""
     common, path = load("common"), tmp_path / "some.json"
     common.write_results(path, run(1), [{"phase": "decode", "tokens": 1}])
     common.add_rows(path, run(2), [{"phase": "decode", "tokens": 2}], NAMES)

@@ -1,4 +1,4 @@
-"""No benchmark times anything while programs compile, however long they take."""
+"""No benchmark times anything while programs compile, however long that takes."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 CLOCKS = {"perf_counter", "perf_counter_ns", "process_time", "thread_time"}
 POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor", "Thread"}
-# A run of each benchmark that compiles in a pool, with several programs in one group.
+# A run of each benchmark that compiles in a pool, with several programs per group.
 RUNS = {
     "end_to_end": ("--phase", "decode", "--batch", "1"),
     "scale_out": ("--axis", "one", "--child", "python scale_out.py"),
@@ -32,7 +32,7 @@ def load(monkeypatch):
 
 
 def names_in(path: Path) -> set[str]:
-    """Everything that a file names: variables, attributes and imports."""
+    """Returns everything that a file names: variables, attributes and imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         for field in ("id", "attr", "name"):
@@ -42,7 +42,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_one_file_has_the_clock_and_the_pool():
-    """What else reads a clock, or starts threads, could time beside a compilation."""
+    """Another file that reads a clock or starts threads could time during a compilation."""
     users = {path.stem: names_in(path) for path in BENCHMARKS.glob("*.py")}
     shared = users.pop("common")
     assert "perf_counter" in shared and "ThreadPoolExecutor" in shared
@@ -89,7 +89,7 @@ def test_a_first_call_that_takes_long_counts_itself(load, monkeypatch):
 
 
 def test_what_has_begun_to_compile_ends_before_anything_is_timed(load):
-    """Also when its time is up."""
+    """This holds even when its time limit has passed."""
     common = load("common")
     begun, ended = threading.Event(), []
 
@@ -105,7 +105,7 @@ def test_what_has_begun_to_compile_ends_before_anything_is_timed(load):
 
 
 def test_what_is_not_compiled_in_time_is_left_out(load):
-    """What has begun by then is waited for, as nothing can be timed before it ends."""
+    """Compilations that have begun are waited for, as nothing can be timed meanwhile."""
     common, may_end, begun = load("common"), threading.Event(), threading.Event()
     left = iter([1.0, 0.0, 1.0, 1.0, 1.0])
 
@@ -141,7 +141,7 @@ def test_what_is_not_compiled_in_time_is_left_out(load):
 
 @pytest.fixture
 def as_users_run_it():
-    """JAX's own dense attention mixes types."""
+    """Turns off strict promotion, as JAX's own dense attention mixes types."""
     was = jax.config.jax_numpy_dtype_promotion
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     yield
@@ -152,7 +152,7 @@ def as_users_run_it():
 @pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_waits_for_its_slowest_program(name, load, monkeypatch, tmp_path):
-    """All programs but the first stay unfinished until the run waits for all of them."""
+    """All programs but the first finish only after the run waits for all of them."""
     benchmark = load(name)
     may_end, pending, timed_meanwhile = threading.Event(), set(), []
     main = threading.current_thread()

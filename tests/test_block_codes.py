@@ -1,4 +1,4 @@
-"""Codes of keys: what they keep, however the keys came, and the scores that they give."""
+"""Quantized keys: their accuracy in any order of arrival, and the scores from them."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def empty(dtype=jnp.float32):
 
 
 def span(starts, ends):
-    """The tokens from `starts` to `ends` of each sequence, on block boundaries."""
+    """Returns the span from `starts` to `ends` of each sequence, on block boundaries."""
     first = starts // SIZE
     width = int((-(-ends // SIZE) - first).max()) * SIZE
     place = first[:, None] * SIZE + np.arange(width)[None]
@@ -49,7 +49,7 @@ def span(starts, ends):
 def add(codes, key, starts, ends):
     one, place = span(starts, ends)
     own = np.take_along_axis(key, np.minimum(place, key.shape[1] - 1)[..., None, None], axis=1)
-    own = np.where(np.asarray(one.valid)[..., None, None], own, np.nan)  # padding is not there
+    own = np.where(np.asarray(one.valid)[..., None, None], own, np.nan)  # padding must not be read
     return add_keys(codes, own, one)
 
 
@@ -111,7 +111,7 @@ def test_codes_are_those_of_the_specification_and_near_the_keys():
                 np.testing.assert_array_equal(found, wanted_offsets[place, begin:end, head])
                 away = np.abs(found + block - key[place, begin:end, head])
                 width = np.ptp(key[place, begin:end, head], axis=0)
-                assert (away <= width / 12 + 0.05).all()  # half a step, of 14 at the least
+                assert (away <= width / 12 + 0.05).all()  # half a step, plus rounding
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e30])

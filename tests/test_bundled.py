@@ -1,4 +1,4 @@
-"""The model that ships with the package: its files, its answers, and transformers' for it."""
+"""The model that ships with the package: its files, its answers, and transformers' results."""
 
 import json
 import subprocess
@@ -78,7 +78,7 @@ def test_its_answers_to_new_questions_are_those_of_transformers(
 ):
     def prompts(seed: int) -> list[list[int]]:
         text = hide_facts(bundled[2], num_tokens=1500, num_facts=2, seed=seed)
-        # Two of one length; what stands before the first block says little.
+        # Both prompts have one length; cutting their beginning loses little.
         questions = (code_question(fact.word) for fact in text.facts)
         asked = (encode(bundled[2], one, add_special_tokens=False) for one in questions)
         return [np.concatenate([text.tokens, one])[-1400:].tolist() for one in asked]

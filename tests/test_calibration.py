@@ -1,4 +1,4 @@
-"""Policies are set by a model and prompts: knobs to a density, and the thresholds of Adamas."""
+"""Policies are fitted to a model and prompts: knobs to a density, and thresholds of Adamas."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from sketchwalk_jax.policies.adamas import AdamasConfig, hadamard_transform
 from sketchwalk_jax.policies.flexprefill import FlexPrefillConfig
 from sketchwalk_jax.policies.minference import MInferenceConfig
 
-# Sizes at which the knob moves the density of prompts of 300 tokens.
+# Settings in which the knob changes the density of prompts of 300 tokens.
 POLICIES = {
     "minference": MInferenceConfig(block_size=16, vertical=64, slash=128),
     "flexprefill": FlexPrefillConfig(block_size=16, min_budget=16, tau=0.0),
@@ -32,7 +32,7 @@ def weights():
 
 
 def measured(weights, policy, tokens, lengths):
-    """Density of a policy over prompts, as `generate` counts it."""
+    """Measures a policy's density over prompts, as `generate` counts it."""
     options = {"lengths": lengths, "model_config": tiny.MODEL, "max_new_tokens": 1}
     density = generate(weights, tokens, policy=policy, **options).measured_density
     pairs = np.asarray(density.prefill_pairs)[policy.dense_layers :]
@@ -47,13 +47,13 @@ def test_density_is_reached_on_the_prompts_given(weights, name):
     options = {"model_config": tiny.MODEL, "tolerance": 0.05, "batch": 2}
     found = calibrate(weights, tokens, lengths, policy=policy, density=0.75, **options)
     assert found.density == pytest.approx(0.75, rel=0.05)
-    assert found.tried[0][0] == getattr(policy, policy.knob)  # begins as published
-    # What one program measures for a number that it is given is what the policy itself does.
+    assert found.tried[0][0] == getattr(policy, policy.knob)  # starts at the published value
+    # Calibration takes the knob as an argument; the policy itself must give the same density.
     np.testing.assert_allclose(
         measured(weights, found.policy, tokens, lengths), found.density, **tolerance("scores")
     )
     assert dataclasses.replace(found.policy, **{policy.knob: found.tried[0][0]}) == policy
-    # Other prompts of that length come near it.
+    # Other prompts of that length come close to the density.
     others = tiny.prompts(320, 200, 270, seed=1)
     assert measured(weights, found.policy, *others) == pytest.approx(0.75, rel=0.2)
 
@@ -64,7 +64,7 @@ def test_floors_are_lowered_until_the_knob_reaches_a_density(monkeypatch):
     seen = []
 
     def program(params, tokens, lengths, value, floor, **static):
-        """Keeps the knob's share, and never less than a floor of so many of 200 tokens."""
+        """Returns a density equal to the knob, but at least the floor's share of 200 tokens."""
         seen.append((float(value), int(floor)))
         causal = np.asarray(lengths, np.float64) ** 2
         pairs = np.tile(causal * max(float(value), int(floor) / 200), (4, 1))
@@ -106,10 +106,10 @@ def test_bisection_takes_the_nearest_value():
         found = bisect(lambda value: 1 - 2 ** -(value + 0.01), wanted)
         assert found.density == pytest.approx(wanted, rel=0.02)
         assert found.policy.scale == min(found.tried, key=lambda one: abs(one[1] - wanted))[0]
-    # A density in steps: the nearest of them.
+    # If the density changes in steps, the nearest one is taken.
     found = bisect(lambda value: 0.1 if value < 0.7 else 0.28, 0.2)
     assert found.density == 0.28 and len(found.tried) == 16
-    # Out of reach: the least value, and no more is tried.
+    # If the density is out of reach, the least value is taken without more trials.
     found = bisect(lambda value: 0.5 + value, 0.2)
     assert found.policy.scale == 0.0 and len(found.tried) == 2 and found.least == 0.5
 

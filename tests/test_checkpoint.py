@@ -1,4 +1,4 @@
-"""Saving of the stacked tree: what comes back, that it is atomic, and what is refused."""
+"""Saving the parameter tree: a lossless round trip, atomic writes, and refused input."""
 
 import dataclasses
 import gc
@@ -37,7 +37,7 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, model_type: str, d
     loaded, loaded_config = load(tmp_path / "model")
     chex.assert_trees_all_equal(loaded, params)
     chex.assert_trees_all_equal_dtypes(loaded, params)
-    expected = dataclasses.replace(config, dtype=dtype)  # what was saved, and so is loaded
+    expected = dataclasses.replace(config, dtype=dtype)  # loading keeps the saved dtype
     assert loaded_config == expected
     assert hash(loaded_config) == hash(expected)
     assert ModelConfig.from_pretrained(tmp_path / "model") == config
@@ -115,7 +115,7 @@ def test_a_save_that_fails_leaves_the_old_one(
     if step == "write":
         monkeypatch.setattr(ocp.StandardCheckpointer, "save", fail)
     else:
-        # Where the system does not exchange names.
+        # Simulate a system that cannot exchange names.
         monkeypatch.setattr(checkpoint, "_exchange", lambda *_: False)
         monkeypatch.setattr(checkpoint.os, "replace", fail_to_appear)
     with pytest.raises(OSError, match="disk full"):
@@ -166,7 +166,7 @@ def test_an_incomplete_saved_config_is_refused(tmp_path: Path):
         load(tmp_path)
 
 
-# Orbax abandons its other reads when one fails; Python reports them once they are collected.
+# Orbax abandons its other reads when one fails; Python warns when they are collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["truncate", "remove", "remove all"])
 def test_a_damaged_directory_raises(tmp_path: Path, damage: str):

@@ -1,4 +1,4 @@
-"""Which test modules a change can break: what their hashes cover, and when they must run again."""
+"""The hashes of test modules: which code they cover, and when modules must run again."""
 
 import importlib.util
 import os
@@ -64,7 +64,7 @@ FILES = {
 
 @pytest.fixture
 def project(tmp_path: Path, repository: Path) -> Path:
-    """A small project with the script."""
+    """Writes a small project with the script."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -80,12 +80,12 @@ def git(project: Path, *arguments: str) -> None:
 
 
 def checks_of(project: Path) -> ModuleType:
-    """The script of a project as a module, read anew."""
+    """Loads a project's script as a new module."""
     name = "checks_of_a_project"
     spec = importlib.util.spec_from_file_location(name, project / ".ci" / "checks.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where its dataclasses look for annotations
+    sys.modules[name] = module  # dataclasses look up annotations there
     try:
         spec.loader.exec_module(module)
     finally:
@@ -114,7 +114,7 @@ def test_a_module_reaches_what_it_uses_by_name(project):
     assert not checks.has_long_variants(project / "tests" / "test_one.py")
 
 
-# Both modules load; the second one runs kernels, which are imported inside a function.
+# Both modules reach `load`; the second runs kernels, imported inside a function.
 BOTH = ["test_one.py", "test_two.py"]
 
 
@@ -187,6 +187,6 @@ def test_every_module_of_this_project_that_is_named_exists(repository):
 
 
 def test_every_fault_can_still_be_made():
-    made = os.environ.get(faults.MADE)  # by the script, whose copy of this test this may be
+    made = os.environ.get(faults.MADE)  # set by the script, which may run a copy of this test
     assert faults.wrong_faults([fault for fault in faults.FAULTS if fault.name != made]) == []
     assert len(faults.FAULTS) >= 40

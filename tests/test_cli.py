@@ -56,7 +56,7 @@ def generate(sketchwalk, model: Path, prompt_file: Path):
 
 
 def expected_tokens(model: Path, num_tokens: int, **options) -> np.ndarray:
-    """The new tokens of the library's own `generate`; the tokens of the prompt are its bytes."""
+    """Returns the library's own new tokens; a prompt's tokens are its bytes."""
     params, model_config = load(model, dtype="float32")
     config = options.pop("policy", None)
     call = make_generate(model_config, config, max_new_tokens=num_tokens)
@@ -65,7 +65,7 @@ def expected_tokens(model: Path, num_tokens: int, **options) -> np.ndarray:
 
 
 def text_of(tokens: np.ndarray) -> str:
-    """The text of bytes that hold no end token."""
+    """Returns the text of bytes without an end token."""
     return bytes(tokens.tolist()).decode("utf-8", errors="replace")
 
 
@@ -105,7 +105,7 @@ def test_every_source_gives_the_prompt_byte_for_byte(
 
 @pytest.fixture
 def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs a command up to the generation, and returns what that would be."""
+    """Runs a command up to the generation, and returns the generation's arguments."""
 
     def started(*arguments: object, command: str = "generate") -> dict:
         found = {}
@@ -168,7 +168,7 @@ def test_density_of_a_policy_with_a_knob_is_found_on_another_text(started, capsy
     arguments = ["--policy", "flexprefill", "--density", 0.8, "--set", "min_budget=64"]
     config = started("--prompt", prompt, *arguments)["policy"]
     assert config.gamma != 0.9 and config.min_budget == 64
-    # On a line of its own: where the machine is slow, messages about that come before.
+    # Match whole lines: on a slow machine, progress messages come before.
     message = r"^gamma ([0-9.]+), .*measured density ([0-9.]+)"
     found = re.search(message, capsys.readouterr().err, re.MULTILINE)
     assert found is not None and float(found[1]) == config.gamma
@@ -189,7 +189,7 @@ def test_chat_and_the_text_level_set_a_knob_as_generate_does(started, model, mon
     configs = [started(*options)["policy"], started(*options, command="chat")["policy"], lm.policy]
     assert configs == [MInferenceConfig(scale=0.25)] * 3
     expected = (NUM_LAYERS, {"policy": policy, "density": 0.3})
-    # Of the prompt's length, or of the context's where prompts are not known.
+    # Calibrate at the prompt's length, or at the context's where prompts are unknown.
     assert asked == [((1, size), *expected) for size in (512, NUM_BYTES, 512)]
     assert lm.with_policy(policy).policy == policy
     assert lm.with_policy(StreamingConfig(), density=0.3).policy == StreamingConfig(density=0.3)
@@ -264,7 +264,7 @@ def test_end_token_ends_the_text(tmp_path: Path, model: Path, generate):
     write_model(tmp_path, generation_config={"eos_token_id": [end]})
     result = generate(model=tmp_path)
     assert (result["new_tokens"], result["finish_reason"]) == (1, "eos")
-    assert result["tokens_per_s"] is None  # there is no token after the first
+    assert result["tokens_per_s"] is None  # the first token has no rate
 
 
 GENERATION_CONFIG = {"temperature": 0.5, "top_k": 9, "repetition_penalty": 1.5, "min_p": None}
@@ -306,9 +306,9 @@ def test_info_sizes_cache_and_parameters_from_headers(model: Path, sketchwalk, m
     assert found["model"]["loaded_bytes"] == 2 * size
     assert found["model"]["stored_dtypes"] == ["float32"]
     assert found["model"]["stored_bytes"] == (model / "model.safetensors").stat().st_size
-    # Keys and values of 4 layers and 2 heads of 8 dimensions, in whole blocks of 64 tokens.
+    # Keys and values: 4 layers, 2 heads, 8 channels, whole blocks of 64 tokens.
     assert found["cache"]["key_value_bytes"] == 2 * 4 * 2 * 8 * 192 * 2
-    # Of 4 of the 8 channels: 4 bits a key of 3 blocks, a centre and a step, and one block's keys.
+    # 4 of 8 channels: 4 bits per key of 3 blocks, a zero point and scale each; one block's keys.
     per_head = 3 * 64 * 4 // 2 + 3 * 4 * (2 + 1) + 64 * 4 * 2
     assert found["cache"]["statistics_bytes"] == 4 * 2 * per_head
     assert found["environment"]["implementation"] == "xla"
@@ -333,7 +333,7 @@ def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, sketc
         found[capability] = [one["implementation"] for one in parts]
         assert here["implementation"] == parts[0]["implementation"]
         assert here["why_not_mosaic_gpu"] == parts[0]["why_not_mosaic_gpu"]
-    # Heads of 8 are too small for the kernel of tokens.
+    # Heads of 8 channels are too small for the decode kernel.
     assert found == {
         "": ["xla"] * 4,
         "8.6": ["mosaic_gpu", "xla", "mosaic_gpu", "mosaic_gpu"],
@@ -366,7 +366,7 @@ def test_help_names_the_options_and_shows_flags_as_flags(command, sketchwalk):
 
 
 def test_chat_answers_every_line_of_a_pipe(model: Path, sketchwalk, monkeypatch):
-    """As the text level does; what is a turn is tested there."""
+    """Chat passes lines to the text level, whose tests define a turn."""
     piped = io.TextIOWrapper(io.BytesIO(b"Who walks?\n\nAnd then?\n"))
     monkeypatch.setattr(sys, "stdin", piped)
     few = ["--max-new-tokens", 4, "--policy", "dense"]

@@ -1,4 +1,4 @@
-"""`sketchwalk calibrate`, and what the other commands make of a plan."""
+"""`sketchwalk calibrate`, and the use of a plan by the other commands."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> Path:
-    """A model whose plan the command measured."""
+    """A model with a plan measured by the command."""
     directory = write_model(tmp_path_factory.mktemp("planned"))
     assert cli.main(["calibrate", "--model", str(directory), *MEASURE]) == 0
     return directory
@@ -191,7 +191,7 @@ def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, ske
         settings = {row["preset"]: row["settings"] for row in rows}
         assert settings["recommended"]["plan"] == plan.short_hash
         assert "plan" not in (settings.get("paper") or {})
-        sketchwalk(*command, "--density-over", over)  # goes on with what is there
+        sketchwalk(*command, "--density-over", over)  # continues the existing file
         assert json.loads(out.read_text())["rows"] == rows
     content = plan_path(planned).read_bytes()
     try:

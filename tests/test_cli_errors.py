@@ -1,4 +1,4 @@
-"""Every bad input of the command line: its message, its exit status, and nothing on the output."""
+"""Bad input to the command line: its message, its exit status, and an empty standard output."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def refuse(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def without_weights(monkeypatch: pytest.MonkeyPatch):
-    """Fails if weights are read."""
+    """Fails the test if weights are read."""
     monkeypatch.setattr(options, "load", None)
 
 
@@ -170,7 +170,7 @@ def test_bad_prompt_is_refused(
     ("longest", "message"),
     [
         (None, "context of 512 tokens, got 10485760 characters; shorten the prompt"),
-        # Such a token could make ten megabytes fit, but does not occur.
+        # A token this long would let ten megabytes fit, but the text does not have it.
         ("x" * 10_000, "of which the first 8192 are 8192 tokens; shorten the prompt"),
     ],
 )
@@ -187,7 +187,7 @@ def test_ten_megabytes_are_refused_before_they_are_cut(
     (tmp_path / "prompt.txt").write_bytes(b"a" * 10 * 2**20)
     path = tmp_path / "prompt.txt"
     assert message in refuse(1, "generate", "--model", model, "--prompt-file", path)
-    assert sum(cut) <= 16 * 512  # characters; all of them take two gigabytes
+    assert sum(cut) <= 16 * 512  # in characters; tokenizing the whole text takes two gigabytes
 
 
 def test_empty_prompt_option_is_refused(model, refuse, without_weights):

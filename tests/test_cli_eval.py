@@ -1,4 +1,4 @@
-"""`sketchwalk eval`: its table, its file, its mistakes."""
+"""`sketchwalk eval`: its table, its file, its errors."""
 
 import json
 from pathlib import Path
@@ -79,6 +79,6 @@ def test_results_of_something_else_are_not_overwritten(model, tmp_path, capsys):
 @pytest.mark.unchecked
 def test_policies_without_the_phase_asked_for_are_named(model, capsys, phase, left_out):
     command = ["eval", "--model", str(model), "--policy", "quest", "--phase", phase]
-    assert cli.main([*command, "--tokens", "512", "--text", "none.txt"]) == 2  # before it runs
+    assert cli.main([*command, "--tokens", "512", "--text", "none.txt"]) == 2  # refused at once
     warning = "warning: --policy quest selects in decode only and is left out; add --phase decode\n"
     assert capsys.readouterr().err.startswith(warning) == left_out

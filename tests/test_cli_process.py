@@ -1,4 +1,4 @@
-"""The command line as a process: pipes, interrupts, progress, programs kept between runs."""
+"""The command line as a process: pipes, interrupts, progress, caching of programs."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def test_jax_settings_for_compiled_programs_are_respected(tmp_path: Path, monkey
 
 @pytest.fixture
 def fresh_settings(tmp_path: Path, monkeypatch):
-    """JAX as a process finds it, and the folder for caches; afterwards as the tests have it."""
+    """Sets JAX's cache options as in a new process; restores the tests' options afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     names = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
@@ -80,13 +80,13 @@ def test_calls_keep_compiled_programs_unless_told_otherwise(name, fresh_settings
     call()
     assert jax.config.jax_compilation_cache_dir is None and not list(fresh_settings.iterdir())
     jax.config.update("jax_enable_compilation_cache", True)
-    compiled.keep_by_default.cache_clear()  # another process
+    compiled.keep_by_default.cache_clear()  # pretend to be another process
     call()
     folder = fresh_settings / "sketchwalk-jax" / "compiled"
     assert jax.config.jax_compilation_cache_dir == str(folder) and folder.is_dir()
     jax.config.update("jax_compilation_cache_dir", None)
     call()
-    assert jax.config.jax_compilation_cache_dir is None  # who changes it later has the last word
+    assert jax.config.jax_compilation_cache_dir is None  # a later change by the user wins
 
 
 def test_folder_that_cannot_be_made_keeps_no_programs(tmp_path: Path, monkeypatch):
@@ -112,7 +112,7 @@ def test_closed_pipe_ends_quietly(model: Path, program_environment):
 
 
 def test_interrupt_ends_at_once_and_quietly(model: Path, program_environment):
-    # It comes while the prompt is read, and would be lost if Python had to handle it.
+    # The signal arrives during the read; a Python handler would miss it.
     code = f"""
 import io, os, signal, sys
 from sketchwalk_jax.cli import main
@@ -131,7 +131,7 @@ main()
 
 
 class _Terminal(io.StringIO):
-    """Standard error that is a terminal, and tells when something was written."""
+    """Standard error that is a terminal, and signals when something was written."""
 
     def __init__(self) -> None:
         super().__init__()

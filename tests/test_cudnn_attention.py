@@ -1,4 +1,4 @@
-"""Dense attention through cuDNN: when it is chosen, what it is given, and, on a GPU, its results.
+"""Dense attention through cuDNN: when it is chosen, its arguments and, on a GPU, its results.
 
 On a machine with an NVIDIA GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_cudnn_attention.py`
 """
@@ -35,7 +35,7 @@ CASES = {
 
 
 def draw(case):
-    """Queries of the longest sequence, and a cache that is NaN beyond each length and elsewhere."""
+    """Draws queries of the longest sequence; the cache is NaN beyond each length and elsewhere."""
     lengths, capacity, (num_heads, num_kv_heads), head_dim, dtype = CASES[case]
     rng = np.random.default_rng(0)
     query = rng.standard_normal((len(lengths), max(lengths), num_heads, head_dim))
@@ -74,7 +74,7 @@ def test_cudnn_equals_the_tiled_implementation(case):
         *(x.astype(jnp.float32) for x in (query, key, value)), lengths, implementation="xla"
     )
     assert_equal_where_there_are_tokens(out, exact, lengths, query.dtype)
-    # Not the other path under another name.
+    # The call must really use cuDNN.
     text = attend.lower(query, key, value, lengths).as_text()
     assert "cudnn$fmha" in text
     assert (
@@ -140,13 +140,13 @@ def test_generation_uses_cudnn_in_prefill_and_answers_alike():
     wanted, _ = program(params, tokens, implementation="xla")
     for row, length in enumerate(lengths):
         one, other = (np.asarray(x[:, row, :length], np.float32) for x in (keys, wanted))
-        # Deeper layers see the rounding of all before them: distances of whole layers.
+        # Deeper layers accumulate rounding: compare norms over whole layers.
         distance = np.linalg.norm((one - other).reshape(len(one), -1), axis=1)
         assert (distance < 0.03 * np.linalg.norm(other.reshape(len(one), -1), axis=1)).all()
 
 
 def stand_in(calls):
-    """JAX's own attention in place of cuDNN's, poisoned where cuDNN leaves anything."""
+    """Stands in for cuDNN's attention, with NaN where cuDNN leaves results undefined."""
     xla = jax.nn.dot_product_attention
 
     def attention(query, key, value, *, implementation, **options):
@@ -201,7 +201,7 @@ def test_choice_of_dense_attention(reason, monkeypatch):
     query = jax.ShapeDtypeStruct((2, 64, 4, call.pop("head_dim")), call.pop("dtype"))
     choose = functools.partial(dispatch.choose_dense_implementation, query=query, **call)
     assert choose("xla") == "xla"
-    monkeypatch.setattr(dispatch, "kernels_here", lambda: None)  # which could run in its place
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: None)  # our kernels could run instead
     assert choose(None) == ("xla" if reason else "cudnn")
     if reason is None:
         assert choose("cudnn") == "cudnn"

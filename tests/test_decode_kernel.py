@@ -51,7 +51,7 @@ def test_attention_equals_the_reference(case, capfd):
     assert_attention(case, arguments, mask, found)
 
 
-# Few parts and many, which are combined in rounds; two steps in shared memory and more.
+# Few and many parts, combined in rounds; two and more stages in shared memory.
 SPLITS_AND_STAGES = ((2, 4), (1, 2), (3, 5), (20, 3))
 
 
@@ -82,12 +82,12 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
 @pytest.mark.usefixtures("on_some_gpu")
 @pytest.mark.parametrize(("block_size", "splits"), [(16, 2), (16, 1), (128, 3)])
 def test_lists_are_read_in_any_order_and_to_their_count(block_size, splits, capfd, monkeypatch):
-    """The first head's is empty; whoever attends to what no list names sees NaN."""
+    """The first head's list is empty; blocks that no list names hold NaN."""
     monkeypatch.setattr(module, "num_splits", lambda *_, **__: splits)
     shape = {"block_size": block_size, "lists": "head", "head_dim": 64}
     case = Decode(heads=(4, 2), lengths=(500, 290), **shape)
     (*floats, ids, _, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
-    mask[:, 0], mask[..., 1] = False, False  # the latter is a block that nobody lists
+    mask[:, 0], mask[..., 1] = False, False  # no head lists block 1
     packed, counts = cases.pack_lists(mask)
     unlisted = np.repeat(~mask.any((0, 1, 2)), block_size)[:, None, None]
     floats[1:] = [jnp.where(unlisted, jnp.nan, x) for x in floats[1:]]
@@ -149,7 +149,7 @@ def test_splits_fill_the_programs_of_a_gpu(units, list_blocks, expected):
     ("device", "expected"),
     [
         (types.SimpleNamespace(platform="gpu", core_count=78), 78),
-        (types.SimpleNamespace(platform="cpu"), 132),  # as where kernels are compiled ahead
+        (types.SimpleNamespace(platform="cpu"), 132),  # as in ahead-of-time compilation
     ],
 )
 def test_programs_are_counted_for_the_default_device(device, expected, monkeypatch):

@@ -1,4 +1,4 @@
-"""Rows times one layer of stacked weights on GPUs from Ampere on: the kernel beside float64.
+"""The decode matmul kernel for GPUs from Ampere on, against float64.
 
 With such a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_decode_matmul_kernel.py`.
 """
@@ -52,7 +52,7 @@ def test_products_are_those_of_float64(name, capfd):
     found, again = (multiply(x, kernels, jnp.asarray(1, jnp.int32)) for _ in range(2))
     inputs = np.asarray(x, np.float64)
     if has_norm:
-        # What is multiplied has the type of the weights.
+        # The kernel multiplies in the type of the weights.
         scaled = np.asarray(x.astype("f4") * scale[1:].astype("f4"), jnp.dtype(dtype))
         inputs = scaled.astype(np.float64) / np.sqrt(np.mean(inputs**2, axis=1) + EPS)[:, None]
     for one, same, weights in zip(found, again, kernels, strict=True):

@@ -1,4 +1,4 @@
-"""Quest and Adamas: their lists against sets, and what policies for decode have in common."""
+"""Quest and Adamas: their lists against sets, and properties of all policies for decode."""
 
 import dataclasses
 import functools
@@ -28,9 +28,9 @@ from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape, Span
 
 NAMES = ("quest", "adamas")
-# Whole models: what differs between policies is tested without one.
+# In whole models, test one policy by default: policies differ only in their lists.
 IN_A_MODEL = ("quest", pytest.param("adamas", marks=pytest.mark.slow))
-# Adamas lays prompts out in blocks of the same size, so that both take the same spans.
+# Both use one block size, and so the same spans; Adamas needs it only for prompts.
 SIZE, CAPACITY, HEADS, HEAD_DIM, NUM_LAYERS = 16, 96, (6, 2), 16, 2
 OPTIONS = {"block_size": SIZE, "dense_layers": 0}
 BUDGETS = {
@@ -50,7 +50,7 @@ def make(name, **options):
 
 @functools.cache
 def draw(seed: int):
-    """Queries and keys `[L, B, S, heads, H]`: small integers, whose transforms are exact."""
+    """Draws queries and keys `[L, B, S, heads, H]`: small integers, with exact transforms."""
     rng = np.random.default_rng(seed)
     shape = (NUM_LAYERS, len(LENGTHS), CAPACITY)
     return tuple(
@@ -81,7 +81,7 @@ select = jax.jit(_select, static_argnames="config")
 
 
 def read(config, key, lengths, *, chunk=CAPACITY, num_blocks=CAPACITY // SIZE):
-    """Statistics of every layer after prompts of these lengths, whose padding is a sentinel."""
+    """Returns every layer's statistics after prompts of these lengths; padding is a sentinel."""
     lengths = np.asarray(lengths, np.int32)
     statistics = policy_runs.empty_statistics(config, key, key, num_blocks)
     for begin in range(0, CAPACITY, chunk):
@@ -99,7 +99,7 @@ def read(config, key, lengths, *, chunk=CAPACITY, num_blocks=CAPACITY // SIZE):
 
 
 def feed(config, key, statistics, positions, active=True):
-    """Statistics after one more token of every active sequence."""
+    """Adds one token of every active sequence to the statistics."""
     positions = np.asarray(positions, np.int32)
     new = np.stack([key[:, row, [place]] for row, place in enumerate(positions)], axis=1)
     active = np.broadcast_to(active, positions.shape)
@@ -109,7 +109,7 @@ def feed(config, key, statistics, positions, active=True):
 
 
 def lists_of(config, query, statistics, positions, num_blocks=CAPACITY // SIZE):
-    """Lists as `[layer][sequence][head]`, each ascending, padding beyond its count unread."""
+    """Returns ascending lists as `[layer][sequence][head]`, without entries after each count."""
     positions = np.asarray(positions, np.int32)
     now = np.stack([query[:, row, [place]] for row, place in enumerate(positions)], axis=1)
     nothing = jnp.full((1, len(positions), num_blocks * SIZE, HEADS[1], HEAD_DIM), jnp.nan)
@@ -126,7 +126,7 @@ def lists_of(config, query, statistics, positions, num_blocks=CAPACITY // SIZE):
 
 
 def expected(config, query, key, positions):
-    """The same lists from the transcriptions."""
+    """Computes the same lists with the transcriptions."""
     transcribed = slow_decode.adamas_tokens if config.unit_size == 1 else slow_decode.quest_pages
     return [
         [
@@ -147,7 +147,7 @@ def test_lists_are_those_of_the_transcription(name, budget):
         positions = [length + step for length in LENGTHS]
         statistics = feed(config, key, statistics, positions)
         if step in (0, 1, 2, NEW - 3, NEW - 1):
-            # Everything is computed from small integers: exactly, so that ties are ties in both.
+            # Small integers make both computations exact, so both see the same ties.
             wanted = expected(config, query, key, positions)
             assert lists_of(config, query, statistics, positions) == wanted
 
@@ -174,13 +174,13 @@ def test_decoding_and_continuing_leave_the_statistics_of_reading(name):
     config = make(name)
     _, key = draw(2)
     whole = read(config, key, [70, 60, 40])
-    # Token by token, one sequence ending before the others
+    # Token by token; one sequence ends before the others
     statistics = read(config, key, [59, 58, 40])
     for step in range(11):
         positions = np.array([59 + step, 58 + step, 40])
         statistics = feed(config, key, statistics, positions, np.array([True, step < 2, False]))
     jax.tree.map(np.testing.assert_array_equal, statistics, whole)
-    # A span that begins in the middle of a block, whose first columns were read before
+    # A span that begins inside a block whose first columns were read before
     lengths = np.array([70, 60, 40], np.int32)
     statistics = read(config, key, [37, 33, 40])
     start = np.array([37, 33, 40])
@@ -206,7 +206,7 @@ def test_budgets(name):
         found = config.budget(300).tolist()
         assert found == [slow_decode.num_kept(config, n, unit, least) for n in range(1, 301)]
         assert found == sorted(found)
-    assert make(name, density=0.1).budget(30)[-1] == 3  # not 4
+    assert make(name, density=0.1).budget(30)[-1] == 3  # exact: a rounded 0.1 gives 4
     assert make(name, density=1.0).budget(100).tolist() == list(range(1, 101))
     assert make(name, token_budget=1).budget(10).max() == least
 
@@ -259,7 +259,7 @@ def test_generation_is_dense_in_prompts_and_at_the_asked_density_in_decode(name)
     np.testing.assert_allclose(out.measured_density.prefill, 1.0, **tolerance("density"))
     np.testing.assert_array_equal(out.tokens[:, 0], dense.tokens[:, 0])
     measured = np.asarray(out.measured_density.decode)
-    np.testing.assert_allclose(measured[:2], 1.0, **tolerance("density"))  # its dense layers
+    np.testing.assert_allclose(measured[:2], 1.0, **tolerance("density"))  # dense layers
     unit = config.unit_size
     assert (np.abs(measured[2:] - 0.3) < unit / 271 + 1e-6).all()
     assert (measured[2:] >= 0.3 - 1e-6).all() or unit > 1
@@ -329,7 +329,7 @@ def test_the_cache_holds_statistics_of_an_eighth_of_the_keys(name, dtype):
     model = dataclasses.replace(tiny.MODEL, num_layers=3)
     cache = init_cache(model, by_name(name), batch=2, max_tokens=128, dtype=dtype)
     leaves = jax.tree.leaves(cache.statistics)
-    assert {leaf.shape[0] for leaf in leaves} == {1}  # without the two dense layers
+    assert {leaf.shape[0] for leaf in leaves} == {1}  # the two dense layers have none
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     wide = jnp.zeros((), dtype if name == "quest" else "bfloat16").dtype.itemsize
     assert held == cache.key[0].size * wide / 8

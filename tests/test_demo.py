@@ -1,4 +1,4 @@
-"""`sketchwalk demo`: what it hides and asks, what it computes, what it shows and draws."""
+"""`sketchwalk demo`: the facts that it hides and asks for, its computations and its output."""
 
 import json
 import re
@@ -31,16 +31,16 @@ from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.text.haystack import is_held_out
 from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 
-TOKENS, FACTS = 512, 2  # all of the context
+TOKENS, FACTS = 512, 2  # the whole context
 NUM_LAYERS = 4  # the first two stay dense
-PAPER = ("--preset", "paper", "--density", 0.5)  # the same programs for most of these tests
+PAPER = ("--preset", "paper", "--density", 0.5)  # most of these tests share its programs
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
     tensors = checkpoints.write_checkpoint(directory, tokenizer=True, num_hidden_layers=NUM_LAYERS)
-    # So that random weights attend to few tokens, and write letters, which can be told apart.
+    # Make random weights attend to few tokens, and write only letters, to tell answers apart.
     for name in tensors:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensors[name] *= np.float32(3)
@@ -64,7 +64,7 @@ def demo(sketchwalk, model: Path, tmp_path: Path, monkeypatch):
 
 
 def hidden(tokenizer, **changes) -> Prompt:
-    """The text that the command makes of the options above."""
+    """Returns the text that the command makes with the options above."""
     options = {"num_tokens": TOKENS - ROOM, "num_facts": FACTS, "seed": 0} | changes
     return hide_facts(tokenizer, **options)
 
@@ -144,7 +144,7 @@ def test_answer_is_right_if_it_begins_with_the_code(text, expected):
 
 
 def one_prompt(params, model_config, config, text: Prompt, fact: Fact, tokenizer) -> str:
-    """The answer when text and question are given as one prompt, up to its full stop."""
+    """Returns the answer to text and question as one prompt, up to its first full stop."""
     call = make_generate(model_config, config, max_new_tokens=ANSWER_TOKENS)
     question = encode(tokenizer, code_question(fact.word), add_special_tokens=False)
     generation = call(params, np.concatenate([text.tokens, question])[None])
@@ -194,7 +194,7 @@ def test_rivals_stand_beside_it_at_its_density(demo):
     command = ("--policy", "streaming", "--facts", 1)
     found = json.loads(demo(*PAPER, *command, "--no-plot", "--json")[0])
     rival = found["rivals"]["streaming"]
-    # Of short texts what is kept in any case is more.
+    # In short texts, forced blocks alone exceed the requested density.
     assert 0.5 <= rival["measured_density_prefill"] <= 0.6
     assert len(rival["answers"]) == 1
     lines = demo(*PAPER, *command, "--no-plot")[0].splitlines()
@@ -226,7 +226,7 @@ def test_files_get_plain_lines(demo, tokenizer):
     for fact in text.facts:
         assert any(line.endswith(f"The code of {fact.word} is {fact.number}.") for line in lines)
         (line,) = (line for line in lines if line.startswith(f"code of {fact.word}?"))
-        assert line.count("WRONG") == 2  # random weights know nothing
+        assert line.count("WRONG") == 2  # random weights know no answer
     assert any(line.split() == ["right", "0", "of", "2", "0", "of", "2"] for line in lines)
     assert "Dense attention found none of the facts" in out
     assert re.search(r"\d+ s in all, \d+ s of which went into compiling", lines[-1])
@@ -264,7 +264,7 @@ def test_summary_says_what_was_lost(dense, sparse, message):
 
 
 def reading(answers: list[tuple[str, bool]], *more: object) -> Reading:
-    """What a policy found with these answers."""
+    """A policy's result with these answers."""
     found = [{"text": text, "is_right": is_right} for text, is_right in answers]
     return Reading({"answers": found}, *more)
 
@@ -300,7 +300,7 @@ def test_picture_shows_maps_questions_and_places_of_the_facts():
     for axis, places in ((maps[0], [1, 6]), (first, [1]), (second, [6])):
         marks, *dense_rows = axis.get_lines()
         assert list(marks.get_xdata()) == places
-        # In the maps every row attended to all before it, in the strips to one block of eight.
+        # In the maps all rows are dense, and one bar marks them; in the strips no row is.
         assert [list(line.get_ydata()) for line in dense_rows] == [[-0.5, 7.5]] * (axis is maps[0])
         assert colors.same_color(marks.get_color(), "#D55E00")
     for axis in (first, second):

@@ -1,4 +1,4 @@
-"""Which implementation of attention over lists runs where."""
+"""The device decides which implementation of block-sparse attention runs."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ REASONS = {
 
 @pytest.fixture
 def on(monkeypatch):
-    """Pretends that the default device is an NVIDIA GPU, by its compute capability."""
+    """Pretends that the default device is an NVIDIA GPU with a compute capability."""
 
     def fake(capability: str) -> None:
         monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
@@ -198,7 +198,7 @@ def test_which_phases_select_by_kernels_from_ampere_on(policy, expected, on):
 
 @pytest.mark.interpreted
 def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
-    """By the kernels in the traced programs."""
+    """Looks for the kernels in the traced programs."""
     options = {"implementation": "mosaic_gpu", "kernel_config": KernelConfig(interpret=True)}
     shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     lists = jax.eval_shape(lambda: full_selection(jnp.arange(2)[None, :], 2))
@@ -222,7 +222,7 @@ def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
         wanted = {"prefill": kernel, "decode": "block_sparse_decode"}
         on(capability)
         for phase, function in itertools.product(arguments, (gradient, on_mesh)):
-            jax.clear_caches()  # a process has one kind of GPU, but here
+            jax.clear_caches()  # traces are cached: a real process has one kind of GPU
             text = str(jax.make_jaxpr(function)(*arguments[phase]))
             found = set(re.findall(r"=(\w*attention_kernel|block_sparse_decode)\b", text))
             assert found == {wanted[phase]}, (capability, phase, function)

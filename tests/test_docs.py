@@ -1,4 +1,4 @@
-"""The numbers in README.md and on the results page are those of the benchmarks' results."""
+"""The numbers in README.md and on the results page match the benchmarks' results."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def test_the_results_page_has_the_figures_of_the_paper(repository, name):
 
 
 def test_averages_of_the_paper_agree_with_the_columns_they_are_of():
-    """As printed they are rounded; a wrong digit in any column would show."""
+    """Averages are rounded, but a wrong digit in any column would show."""
     data = json.loads((RESULTS / "paper.json").read_text(encoding="utf-8"))
     assert [one["table"] for one in data["tables"]] == [1, 2, 3, 4, 5, 6]
     for table in data["tables"]:
@@ -121,7 +121,7 @@ def test_pictures_and_links_of_a_page_lead_somewhere(repository, page):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as code hosts and the documentation site make them."""
+    """Returns the anchors of a page's headings as code hosts and the documentation site do."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""The benchmark of whole models: it runs anywhere with `--quick`; what its rows say."""
+"""The benchmark of whole models runs anywhere with `--quick`, and its rows are consistent."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ XLA_FLAGS = "--xla_backend_optimization_level=0"
 def results(run_benchmark, tmp_path_factory):
     path = tmp_path_factory.mktemp("results") / "end_to_end.json"
     with pytest.MonkeyPatch.context() as patch:
-        # Nothing here is fast because it is compiled well, nor random because it is drawn well.
+        # Skip slow optimisations and random generators: nothing here is timed.
         patch.setenv("XLA_FLAGS", XLA_FLAGS)
         patch.setenv("JAX_DEFAULT_PRNG_IMPL", "unsafe_rbg")
         run_benchmark("end_to_end.py", "--quick", "--out", path)
@@ -45,7 +45,7 @@ def test_every_cell_is_measured(results):
 
 
 def test_what_is_asked_for_and_not_there_is_named(results, benchmark):
-    """Failed or not: what was tried is there."""
+    """A row that failed is not missing: it was tried."""
     missing = benchmark.common.missing
     assert missing(results) == []
     part = results | {"rows": results["rows"][:-1]}
@@ -83,7 +83,7 @@ def test_a_row_says_what_was_measured(results):
         is_dense = row["policy"] == "dense"
         assert (row["method_state_bytes"] == 0) == is_dense
         assert (row["measured_density"] == 1.0) == is_dense
-        # Two of keys and values, three layers, two heads of 16 numbers of two bytes.
+        # Keys and values, three layers, two heads of 16 channels of two bytes.
         assert row["kv_cache_bytes"] == 2 * 3 * row["batch"] * row["tokens"] * 2 * 16 * 2
 
 
@@ -96,10 +96,10 @@ def test_the_floor_of_a_token_is_what_must_be_read(results):
     rate = results["rows"][0]["run"]["copy_tb_per_s"] * 1e12
     read = {key: row["floor_seconds"] * rate for key, row in rows.items()}
     more = read["dense", 2] - read["dense", 1]
-    # A second sequence: its keys and values, and one row of the embedding.
+    # A second sequence adds its keys and values, and one row of the embedding.
     assert more == pytest.approx(rows["dense", 1]["kv_cache_bytes"] + 64 * 2)
     weights = read["dense", 1] - rows["dense", 1]["kv_cache_bytes"]
-    assert 64 * 256 * 2 < weights < 2**20  # the head, once; not the embedding as well
+    assert 64 * 256 * 2 < weights < 2**20  # the output matrix, but not the whole embedding
     own = rows["recommended", 1]
     attended = own["kv_cache_bytes"] * own["measured_density"]
     assert read["recommended", 1] == pytest.approx(weights + attended + own["method_state_bytes"])
@@ -114,7 +114,7 @@ def test_types_of_weights_are_measured_side_by_side(run_benchmark, tmp_path, ben
     assert (wide["weights"], narrow["weights"]) == ("bfloat16", "float8")
     assert wide["error"] is narrow["error"] is None
     assert wide["run"]["matmul_float8_tflops"] > 0
-    # Half of the bytes of the layers' products; scales of their outputs, in float32.
+    # Weights of the layers take half of the bytes, plus float32 scales of their outputs.
     config = benchmark.TINY
     layers = benchmark.param_shapes(config)["layers"]
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
@@ -141,4 +141,4 @@ def test_kernels_belong_to_parts(benchmark):
 def test_what_does_not_fit_is_known_beforehand(benchmark):
     config = benchmark.MODELS["llama-3.1-8b"]
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(benchmark.param_shapes(config)))
-    assert weights == 8_030_261_248  # as published
+    assert weights == 8_030_261_248  # the published number

@@ -1,4 +1,4 @@
-"""Figures of an evaluation show what its rows hold."""
+"""Figures of an evaluation show the values in its rows."""
 
 import sys
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ def test_needles_stand_at_their_depth_and_length():
             place = round(row["depth"] * 10 - 0.5), [4096, 8192, 16384].index(row["tokens"])
             assert values[place] == row["exact"]
     assert np.all(np.isnan(shown(axes["damped"]).reshape(10, 3)[:, 1]))
-    assert axes["dense"].get_ylim() == (1.0, 0.0)  # the beginning of the prompt is at the top
+    assert axes["dense"].get_ylim() == (1.0, 0.0)  # the start of the prompt is at the top
     assert [tick.get_text() for tick in axes["random"].get_xticklabels()] == ["4K", "8K", "16K"]
 
 

@@ -1,4 +1,4 @@
-"""A report has a section and a figure for whatever was measured, and says what was not."""
+"""A report has a section and a figure for everything measured, and names what is missing."""
 
 import json
 import re
@@ -115,7 +115,7 @@ def test_command_writes_tables_and_figures(results_file, tmp_path, capsys):
 
 
 def ask(results: dict) -> None:
-    """Says in a file of made-up results what was asked for: all of it, and one more policy."""
+    """Adds to made-up results the list of requested rows: all of them, and one more policy."""
     groups = {(one["policy"], one["preset"], one["density"]): [] for one in results["rows"]}
     for one in results["rows"]:
         groups[one["policy"], one["preset"], one["density"]].append(one["phase"])

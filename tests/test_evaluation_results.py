@@ -1,4 +1,4 @@
-"""Rows, and the file of results: written, continued, refused and read."""
+"""The results file: rows are written, continued, refused and read."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ LAYERS = 4
 
 
 def _outcome(count: int, *, is_right=None, losses=None) -> Outcome:
-    """Prompts differ in their pairs, and every layer attends to one less than the one before."""
+    """Makes an outcome; pairs differ by prompt, and each layer attends to one pair less."""
     causal = np.arange(10.0, 10 + count)
     pairs = causal[None] - np.arange(LAYERS)[:, None]
     return Outcome(is_right, losses, Density(pairs, causal, pairs / 2, causal))
@@ -52,7 +52,7 @@ def test_row_has_every_field_and_densities_of_its_phase():
     assert row["output_error_by_layer"] == [None, None, 0.2, 0.4]
     assert row["dense_layers"] == 2 and row["decode_bytes_metadata"] == 100.5
     assert row["decode_bytes_keys"] == row["decode_bytes_values"] == 3000
-    pairs = 33 - 3 * np.arange(LAYERS)  # of all prompts, by layer
+    pairs = 33 - 3 * np.arange(LAYERS)  # all prompts, by layer
     for name, first in (("sparse", 2), ("all", 0)):
         expected = 1.5 * pairs[first:].sum() / (2 * 33 * (LAYERS - first))
         assert row[f"measured_density_{name}_layers"] == pytest.approx(expected, abs=1e-5)
@@ -182,7 +182,7 @@ def test_results_of_other_code_are_refused_or_marked(tmp_path, was):
     assert found["meta"].get("sources") == was
     assert [one.get("sources") for one in found["rows"]] == [None, "bbbb", "bbbb"]
     assert read(found["meta"], found["rows"]).sources == {was or "unknown": 1, "bbbb": 2}
-    # Where the code is the same, rows say nothing of it.
+    # Rows of the same code as the file do not name it.
     file = ResultsFile(tmp_path / "new.json", now)
     file.add([row])
     assert "sources" not in file.rows[0] and read(file.meta, file.rows).sources == {"bbbb": 1}
@@ -236,7 +236,7 @@ def test_what_an_evaluation_lacks_is_what_was_asked_for_and_can_be_measured():
     beyond = RULES[1] | {"tokens": 512, "phases": ["prefill"]}
     assert lacks(whole[1:], not_run=[beyond]) == []
     assert lacks(whole[1:], not_run=[beyond | {"density": 0.1}]) == streaming[:1]
-    # Of several models in one file each has its own; old files say nothing.
+    # Each model of a file has its own requested rows; old files name none.
     assert len(lacks(whole, asked=[ASKED, ASKED | {"model": "b", "stage": "report"}])) == 5
     assert read({}, rows).missing == () and read({}, rows).asked == 0
 

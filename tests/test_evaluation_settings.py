@@ -1,4 +1,4 @@
-"""What an evaluation runs: rules, phases, fields, and what is refused."""
+"""Settings of an evaluation: rules, phases, fields, and refused values."""
 
 import pytest
 
@@ -103,9 +103,9 @@ def test_variants_of_one_policy_run_side_by_side():
     assert str(variants[0]) == "paper exponent=1 0.2"
     keys = {group_key(rule, "both", "multi_key", 4096) for rule in config.rules()}
     assert len(keys) == len(config.rules())
-    assert config.describe() == EvaluationConfig().describe()  # more can be added to a file
+    assert config.describe() == EvaluationConfig().describe()  # a file can be extended
     old = {"policy": "sketchwalk", "preset": "paper", "phase": "both", "task": "multi_key"}
-    old |= {"tokens": 4096, "density": 0.2}  # of a file of before there were variants
+    old |= {"tokens": 4096, "density": 0.2}  # from a file older than variants
     assert group_key_of(old) == group_key(config.rules()[1], "both", "multi_key", 4096)
 
 

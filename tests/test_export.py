@@ -29,7 +29,7 @@ POLICIES = {
 
 
 def states():
-    """One of each class that public functions return or take."""
+    """Makes one of each state class that public functions return or take."""
     caches = {
         name: init_cache(tiny.MODEL, policy, batch=2, max_tokens=32)
         for name, policy in POLICIES.items()

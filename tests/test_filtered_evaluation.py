@@ -1,4 +1,4 @@
-"""Evaluations of what dense attention answers, at density over all layers, in several calls."""
+"""Evaluations of prompts that dense attention answers, at density over all layers."""
 
 import dataclasses
 import json
@@ -40,13 +40,13 @@ CONFIG = EvaluationConfig(
 
 
 def is_answered(sample: Sample) -> bool:
-    """What stands in for a model that answers about every other prompt."""
+    """Stands in for a model that answers about every other prompt."""
     return zlib.crc32(sample.expected.encode()) % 2 == 0
 
 
 @pytest.fixture
 def answering(monkeypatch) -> list[int]:
-    """Prompts that were answered, by call: as `is_answered` says."""
+    """Counts the prompts that each call answers by `is_answered`."""
     calls = []
 
     def right(prompts, *_):
@@ -105,13 +105,13 @@ def test_prompts_without_an_answer_are_left_out_for_all(model, answering, tmp_pa
     losses = [row for row in file.rows if row["task"] == "text_loss"]
     assert len(losses) == 2 and "drawn" not in losses[0]
 
-    # What is there is not run again, and dense attention is not asked twice.
+    # Existing rows do not run again, and dense attention is not asked twice.
     before, asked = json.loads(out.read_text())["rows"], len(answering)
     assert evaluate(model, out)[0] and len(answering) == asked
     more = dataclasses.replace(CONFIG, policies=("random",), batch=3)
     _, file = evaluate(model, out, more)
     assert json.loads(out.read_text())["rows"][: len(before)] == before
-    assert answering[asked:] == [3]  # the kept ones, by the new policy
+    assert answering[asked:] == [3]  # only kept prompts, only the new policy
     assert {row["policy"] for row in file.rows} == {"dense", "streaming", "random"}
 
 
@@ -130,7 +130,7 @@ def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
 
 @pytest.mark.slow
 def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
-    tokens = 1280  # the least, of multiples of 64, in which there is room for aggregation
+    tokens = 1280  # the smallest multiple of 64 with room for aggregation
     config = dataclasses.replace(
         CONFIG, tasks=("single_needle", "aggregation"), tokens=(tokens,), tries=2, batch=1
     )
@@ -196,7 +196,7 @@ def test_wrong_settings_are_refused(fields, message):
 def test_density_is_set_for_the_mean_over_all_layers(policy, phase):
     model_config = dataclasses.replace(tiny.MODEL, num_layers=24)
     found = fit_density(policy, model_config, density=0.2, num_tokens=8192, phase=phase)
-    # A decoded token keeps whole units: of 128 blocks, one is 0.008.
+    # A decoded token keeps whole blocks: of 128 blocks, one is 0.008.
     assert found.density == pytest.approx(0.2, abs=0.005) and found.least < 0.15
     count = policy.dense_layers
     assert found.policy.density == pytest.approx((0.2 * 24 - count) / (24 - count), abs=0.015)
@@ -229,7 +229,7 @@ def test_all_of_a_prompt_is_counted_as_it_is_measured(model, answering, tmp_path
     assert ("streaming", 0.7, "both") in run and ("streaming", 0.3, "both") not in run
     assert ("minference", 0.7, "prefill") in run
     left_out = {(one["policy"], one["density"]): one for one in file.meta["not_run"]}
-    assert left_out["streaming", 0.3]["least_density_all_layers"] > 0.66  # two of three layers
+    assert left_out["streaming", 0.3]["least_density_all_layers"] > 0.66  # two of three are dense
     assert ("quest", 0.3) in left_out
     settings = {row["policy"]: row["settings"] for row in rows if row["phase"] != "decode"}
     assert settings["random"]["density"] < 0.7
@@ -243,7 +243,7 @@ def test_long_decoding_is_that_of_decode_steps():
     model_config = dataclasses.replace(tiny.MODEL, max_position_embeddings=640)
     params = tiny.params(model=model_config)
     tokens = np.random.default_rng(3).integers(2, 64, 628).astype(np.int32)
-    # Three blocks, begun or ended, are decoded.
+    # The decoded tokens are in three blocks.
     sample = Sample("long_decode", tokens, 488, tokens[488:], 488, "")
     full, rule = Rule("sketchwalk", "paper", 1.0), Rule("sketchwalk", "damped", 0.3)
     wanted = {DENSE: ("both",), full: ("decode", "both"), rule: ("decode", "both")}
@@ -271,7 +271,7 @@ def test_long_decoding_is_that_of_decode_steps():
 
 
 def _stepped(params, model_config, tokens, rule, phase):
-    """Losses of the decoded tokens after the first, by `prefill` and `forward` of few tokens."""
+    """Computes losses of the decoded tokens after the first, with `prefill` and `forward`."""
     config = rule.make()
     options = {"model_config": model_config, "policy": config}
     options |= {} if rule == DENSE else {"phase": phase}

@@ -1,4 +1,4 @@
-"""Models as Flax modules: the tree that `generate` takes, and the results of the pure functions."""
+"""Models as Flax modules: parameters for `generate`, and the pure functions' results."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ families = pytest.mark.parametrize(
 
 
 def _params(model_config, dtype=jnp.float32):
-    """Random parameters whose biases and norms matter; drawn without compiling."""
+    """Random parameters with nontrivial biases and norms, drawn without compiling."""
     rng = np.random.default_rng(2)
 
     def with_noise(x):

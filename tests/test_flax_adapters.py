@@ -14,7 +14,7 @@ from sketchwalk_jax import Dense, SketchWalkConfig, init_walk, sketchwalk_attent
 from sketchwalk_jax.flax import LinenWalkAttention, WalkAttention, make_attention_fn
 from sketchwalk_jax.policies.base import Policy
 
-WIDTH, HEADS, TOKENS = 48, 2, 75  # heads of 24: Linen and nnx scale by its root in other places
+WIDTH, HEADS, TOKENS = 48, 2, 75  # heads of 24: Linen and nnx apply 1/sqrt(24) at different places
 SPARSE = SketchWalkConfig.paper(block_size=16, sketch_dim=8, density=0.4)
 FULL = SketchWalkConfig.paper(block_size=16, sketch_dim=8, density=1.0)
 
@@ -28,7 +28,7 @@ def _causal_mask(batch=2, dtype=bool):
 
 
 def _padding_mask(lengths):
-    """The mask of right-padded sequences, as Flax's functions make it."""
+    """Returns the mask of right-padded sequences, as Flax's functions make it."""
     is_token = jnp.arange(TOKENS)[None, :] < jnp.asarray(lengths)[:, None]
     padding = nn.make_attention_mask(is_token, is_token, dtype=bool)
     return nn.combine_masks(padding, _causal_mask(len(lengths)), dtype=bool)
@@ -83,7 +83,7 @@ DENSE_CALLS = {
 )
 def test_dense_is_bit_equal_to_flax(name, layer, config):
     call = DENSE_CALLS[name]
-    with jax.numpy_dtype_promotion("standard"):  # Flax and JAX are not strict themselves
+    with jax.numpy_dtype_promotion("standard"):  # Flax and JAX themselves promote types
         expected = layer(_inputs(), **call)
         actual = layer(_inputs(), attention_fn=make_attention_fn(config), **call)
     chex.assert_trees_all_equal(actual, expected)
@@ -115,7 +115,7 @@ def test_adapter_can_say_causal_for_the_layer(layer, mask):
 
 
 def _nnx_steps(x, attention_fn):
-    """The whole read, and tokens one by one behind the cache."""
+    """Runs the whole input, and its tokens one by one with a cache."""
     options = {"attention_fn": attention_fn, "decode": False, "rngs": nnx.Rngs(1)}
     layer = nnx.MultiHeadAttention(HEADS, WIDTH, **options)
     layer.init_cache(x.shape)

@@ -1,4 +1,4 @@
-"""Training through it: a public Flax model that takes it in, and layers that carry the walk."""
+"""Training with sparse attention: a public Flax model, and layers that carry the walk."""
 
 import functools
 
@@ -22,7 +22,7 @@ FULL = SketchWalkConfig.paper(density=1.0, **OPTIONS)
 
 
 class TransformerBlock(nnx.Module):
-    """That of the miniGPT of JAX's tutorials, but for dropout."""
+    """The block of the miniGPT in JAX's tutorials, without dropout."""
 
     def __init__(self, rngs):
         self.mha = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs)
@@ -54,7 +54,7 @@ class MiniGPT(nnx.Module):
 
 
 def with_walk(model, config):
-    """The model with the walk in all of its attention layers."""
+    """Returns the model with the walk in all of its attention layers."""
     walk = WalkAttention(config)
     for _, layer in nnx.iter_graph(model):
         if isinstance(layer, nnx.MultiHeadAttention):
@@ -88,7 +88,7 @@ def start(config):
 def test_a_public_flax_model_trains_through_it():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, WORDS, (2, TOKENS)), jnp.int32)
     _, wanted = train_step(*start(None), tokens)
-    _, found = train_step(*start(FULL), tokens)  # all blocks: the gradients of Flax's attention
+    _, found = train_step(*start(FULL), tokens)  # all blocks: gradients equal Flax's attention
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, **tolerance("gradient"))
     state = start(SPARSE)
@@ -118,7 +118,7 @@ def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache()
     np.testing.assert_allclose(other, out, **tolerance("attention"))
     np.testing.assert_array_equal(same.scores, walk.scores)
     assert int(of_nnx(x, walk)[1].layers) == 2
-    # The same tokens in pieces, with a density of 1, from caches.
+    # The same tokens in chunks from caches, with density 1.
     caches = [layer.init_cache(2, TOKENS)]
     caches.append(
         init_layer_cache(

@@ -43,7 +43,7 @@ configs = pytest.mark.parametrize(
 
 @functools.cache
 def _inputs():
-    """Blocks that differ, so that what is selected matters."""
+    """Draws inputs whose blocks differ, so that the selection matters."""
     blocks = jax.random.normal(jax.random.key(3), (2, TOKENS // 15, WIDTH))
     tokens = jax.random.normal(jax.random.key(4), (2, TOKENS, WIDTH))
     return 0.7 * jnp.repeat(blocks, 15, axis=1) + 0.3 * tokens
@@ -51,10 +51,10 @@ def _inputs():
 
 @functools.cache
 def _weights():
-    """Weights of the layers as both kinds of Flax layer hold them, stacked; biases are zero."""
+    """Stacks the layers' weights in the layout of both kinds of Flax layer; biases are zero."""
     shapes = {name: (WIDTH, HEADS, HEAD_DIM) for name in ("query", "key", "value")}
     shapes["out"] = (HEADS, HEAD_DIM, WIDTH)
-    with jax.ensure_compile_time_eval():  # the first call may be one that is traced
+    with jax.ensure_compile_time_eval():  # the first call may be traced
         keys = jax.random.split(jax.random.key(5), len(shapes))
         return {
             name: {
@@ -71,7 +71,7 @@ def _layer_weights(index):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _scan(x, *, config):
-    """The layers as a scan for each run of dense or sparse ones, with the walk in the carry."""
+    """Runs the layers as a scan per run of dense or sparse ones, with the walk in the carry."""
 
     def project(weights, x):
         names = ("query", "key", "value")
@@ -124,7 +124,7 @@ _run = nnx.jit(_Nnx.__call__)
 
 
 class _Linen(nn.Module):
-    """A stack of Linen layers that share an attention module made beside them."""
+    """A stack of Linen layers that share an attention module, which the stack makes."""
 
     config: SketchWalkConfig
     wrap: object = None
@@ -139,7 +139,7 @@ class _Linen(nn.Module):
 
 
 class _LinenSetup(nn.Module):
-    """Likewise, with layers of `setup` and an attention module from outside."""
+    """The same stack with layers from `setup` and an attention module from outside."""
 
     attention_fn: nn.Module
 
@@ -201,7 +201,7 @@ def test_masks_of_right_padding_become_lengths(lengths):
 
 @pytest.mark.parametrize("tokens", slow_unless((100).__eq__, [10, 64, 100]))
 def test_defaults_attend_to_all_of_short_sequences(tokens):
-    """The default policy keeps 256 tokens, so that everything here equals dense attention."""
+    """The default policy keeps at least 256 tokens, so all of this equals dense attention."""
     x = _inputs()[:, :tokens]
     walk = WalkAttention()
     walk.reset(2, tokens)
@@ -228,7 +228,7 @@ def test_defaults_attend_to_all_of_short_sequences(tokens):
 
 
 def _dense_layer(layer, x):
-    """The output of a `WalkSelfAttention` if it attended to everything."""
+    """Returns the output of a `WalkSelfAttention` with dense attention instead."""
     out = nnx.dot_product_attention(layer.query(x), layer.key(x), layer.value(x), is_causal=True)
     return layer.out(out)
 
@@ -254,7 +254,7 @@ def test_reset_starts_the_walk_afresh():
     model, x = _Nnx(WalkAttention(PAPER)), _inputs()
     first, second = _run(model, x), _run(model, x)
     np.testing.assert_array_equal(first, second)
-    for layer in model.layers:  # no reset: these go on where the pass before ended
+    for layer in model.layers:  # without a reset, layers continue the last pass's walk
         x = x + layer(x, is_causal=True)
     assert np.abs(x - first).max() > 1e-2
 

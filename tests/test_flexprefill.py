@@ -21,7 +21,7 @@ from sketchwalk_jax.policies.flexprefill import FlexPrefillConfig, jensen_shanno
 
 SIZE = 16
 LENGTHS = (311, 200, 65, 33, 7)
-# Some heads of the drawn prompts are query-aware, others are not.
+# Some heads of the drawn prompts are query-aware, others not.
 SPARSE = FlexPrefillConfig(block_size=SIZE, gamma=0.6, tau=0.3, min_budget=32)
 CONFIGS = {
     "mixed": SPARSE,
@@ -34,7 +34,7 @@ GAP = 1e-6
 
 
 def budget(config, weights, num_blocks):
-    """Blocks, and how far a cumulative sum stands from gamma."""
+    """Returns the blocks, and the smallest distance of a cumulative sum from gamma."""
     covered, count, gap = 0.0, 0, np.inf
     for weight in sorted(weights, reverse=True):
         covered += weight
@@ -49,7 +49,7 @@ def budget(config, weights, num_blocks):
 
 
 def head_by_rule(config, query, key):
-    """Blocks of every row of one head, whether it is query-aware, and the smallest gap."""
+    """Returns one head's blocks by row, whether it is query-aware, and the smallest gap."""
     n, size = len(query), config.block_size
     num_blocks = math.ceil(n / size)
     everything = [set(range(row + 1)) for row in range(num_blocks)]
@@ -68,7 +68,7 @@ def head_by_rule(config, query, key):
         query[b * size : (b + 1) * size].astype(np.float64).mean(0) for b in everything_of(n, size)
     ]
     by_block = [vertical[b * size : (b + 1) * size].sum() for b in range(num_blocks)]
-    # The distance between blocks as the last query sees it.
+    # Sums of diagonals by block distance from the last query.
     by_distance = [0.0] * num_blocks
     for offset in range(n):
         by_distance[(num_blocks - 1) - (n - 1 - offset) // size] += slash[offset]
@@ -153,7 +153,7 @@ def test_lists_are_those_of_the_rule(name):
 @pytest.mark.slow
 def test_first_block_and_diagonal_are_always_kept_and_gamma_adds():
     smaller = None
-    for gamma in (0.0, SPARSE.gamma, 0.9, 1.0):  # the first two share programs with the rule's test
+    for gamma in (0.0, SPARSE.gamma, 0.9, 1.0):  # the first two share the rule test's programs
         config = dataclasses.replace(SPARSE, gamma=gamma, tau=0.0)
         found = head_lists.as_sets(
             head_lists.select(config, *head_lists.stack(prompts()), lengths=LENGTHS)
@@ -177,7 +177,7 @@ def test_full_coverage_equals_dense_attention(tau):
 @pytest.mark.slow
 @pytest.mark.parametrize("offset", [-30.0, 0.0])
 def test_scores_need_not_be_positive(offset):
-    """Scores that are all negative, and all zero: attention is even, and each head query-aware."""
+    """Equal scores, negative or zero, give even attention, and every head is query-aware."""
     query = np.ones((200, 4, 16), np.float32)
     key = np.full((200, 2, 16), offset, np.float32)
     (listed,) = head_lists.as_sets(
@@ -226,7 +226,7 @@ def test_last_chunk_selects_as_the_whole_prompt_does():
 def test_distance_is_scipys():
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(9), size=(2, 5))
-    p[0], q[0] = np.eye(9)[0], np.eye(9)[1]  # nothing in common
+    p[0], q[0] = np.eye(9)[0], np.eye(9)[1]  # orthogonal
     p[1] = q[1]
     found = jensen_shannon_distance(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32))
     expected = scipy.spatial.distance.jensenshannon(p, q, axis=1)

@@ -1,4 +1,4 @@
-"""The one-layer function: what it says of arguments that do not fit."""
+"""The one-layer function refuses arguments that do not fit, with clear messages."""
 
 import jax.numpy as jnp
 import pytest

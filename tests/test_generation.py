@@ -18,7 +18,7 @@ from sketchwalk_jax.inference.steps import decode_step, forward
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies.base import Span
 
-# One shape for most tests, so that they share compiled programs.
+# Most tests use one shape, and so share compiled programs.
 LENGTHS = (100, 37, 64)
 NEW, CAPACITY = 6, 144
 OPTIONS = {"model_config": MODEL, "max_new_tokens": NEW, "max_tokens": CAPACITY}
@@ -32,7 +32,7 @@ def weights():
 
 
 def _step_by_step(weights, tokens, lengths, config, phase="both"):
-    """Greedy tokens from `prefill` and `decode_step`, one token of each sequence at a time."""
+    """Decodes greedily with `prefill` and `decode_step`, one token of each sequence at a time."""
     options = {"model_config": MODEL, "policy": config, "phase": phase}
     cache = init_cache(MODEL, config, batch=len(tokens), max_tokens=CAPACITY)
     logits, cache = prefill(weights, tokens, cache, lengths=lengths, **options)
@@ -92,7 +92,7 @@ def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
         assert int(out.cache.lengths[row]) == LENGTHS[row] + end
 
 
-# Ended by the limit, with whole groups of steps or not, or by a token.
+# The end comes from the limit, inside or after a group of steps, or from a token.
 @pytest.mark.parametrize(("limit", "has_end"), [(5, False), (7, True)])
 def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights, limit, has_end):
     settings = Settings(model_config=MODEL, policy=POLICIES["paper"])
@@ -105,11 +105,11 @@ def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights,
         sampling = Sampling.greedy(repetition_penalty=1.2)
         options |= {"eos_token_ids": ends, "is_greedy": is_greedy}
         tokens, after = generation.decode_tokens(weights, state, sampling, limit, **options)
-        # Nothing goes on after an end.
+        # Logits and keys after an end are unspecified.
         logits = jnp.where(after.is_done[:, None], 0.0, after.logits)
         return tokens, dataclasses.replace(after, logits=logits, keys=None)
 
-    # Each sequence ends at its fifth token or before; what stands behind an end is one as well.
+    # Each sequence ends at its fifth token or earlier; an end token follows an end.
     ends = (*decode(limit)[0][:, 4].tolist(), 5) if has_end else ()
     wanted, found = (decode(limit, ends, is_greedy=one) for one in (False, True))
     chex.assert_trees_all_equal(found, wanted)
@@ -184,7 +184,7 @@ def test_a_conversation_continues_from_the_returned_cache(weights):
         model_config=MODEL,
         max_new_tokens=NEW,
     )
-    # The history again, step by step: a prompt, decoded tokens, a prompt.
+    # Repeat the history step by step: a prompt, decoded tokens, a prompt.
     cache = init_cache(MODEL, config, batch=3, max_tokens=CAPACITY)
     _, cache = prefill(weights, first, cache, lengths=lengths, **options)
     for token in start.tokens.T:
@@ -207,7 +207,7 @@ def test_chunked_prefill_is_one_shot_prefill(weights, name):
     (whole, _, selection), (chunked, _, pieces) = results
     np.testing.assert_allclose(chunked, whole, **tolerance("logits"))
     rows = -(-max(LENGTHS) // 16)
-    # Rows of real tokens; padding adds more, of no meaning.
+    # Compare rows of real tokens; rows of padding mean nothing.
     is_real = (np.arange(rows)[None] * 16 < lengths[:, None])[None, :, None]
     np.testing.assert_array_equal(
         np.where(is_real, pieces.counts[..., :rows], 0),

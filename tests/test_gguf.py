@@ -1,4 +1,4 @@
-"""GGUF files: weights, configuration, placement, errors, and what else takes a checkpoint."""
+"""GGUF files: weights, configuration, placement, errors, and commands that take a checkpoint."""
 
 import dataclasses
 import hashlib
@@ -49,7 +49,7 @@ def file(tmp_path: Path) -> Path:
 def assert_equals_directory(
     file: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]
 ) -> None:
-    """The file gives the parameters and the configuration of a directory with the same values."""
+    """Checks that the file gives the parameters and configuration of an equal directory."""
     directory = file.parent / "directory"
     write_tensors(directory, tensors)
     (directory / "config.json").write_text(json.dumps(config))
@@ -57,7 +57,7 @@ def assert_equals_directory(
     params, model_config = load(file, dtype="float32")
     chex.assert_trees_all_equal(params, expected)
     assert model_config == expected_config
-    stored = ModelConfig.from_pretrained(file)  # says what the file holds, not what was loaded
+    stored = ModelConfig.from_pretrained(file)  # names the file's dtype, not the loaded one
     assert dataclasses.replace(stored, dtype="float32") == model_config
 
 
@@ -127,7 +127,7 @@ def test_a_file_is_quantised_while_it_is_read(file: Path, case: str, weights: st
 
 
 def test_blocks_of_256_weights_are_read(file: Path):
-    """The package writes no K-quants; bytes of one are drawn, with a scale that is a number."""
+    """The package writes no K-quants: draw one's bytes, with a finite scale."""
     kind = gguf.GGMLQuantizationType.Q6_K
     values = {}
 
@@ -188,7 +188,7 @@ ENDS: dict[str, tuple[list[str], dict[str, int], tuple[int, ...]]] = {
     ),
     "tools that go on after </s>": (["</s>", "<|tool_response>"], {"eos": 200}, (201,)),
 }
-"""Tokens from id 200 on, fields of the metadata, and the ends of llama.cpp."""
+"""Tokens from id 200 on, metadata fields, and the end tokens that llama.cpp finds."""
 
 
 @pytest.mark.parametrize("case", ENDS)
@@ -243,7 +243,7 @@ def test_rope_scaling_is_that_of_the_metadata(file: Path, case: str):
 
 
 def llama_3_divisors(head_dim: int, **changes: Any) -> np.ndarray:
-    """What llama.cpp's converter stores for Llama 3.1, in the order of its operations."""
+    """Returns llama.cpp's stored divisors for Llama 3.1, with its order of operations."""
     rope = LLAMA_3_ROPE | changes
     frequencies = 1.0 / (10000.0 ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim))
     original, factor = rope["original_max_position_embeddings"], rope["factor"]
@@ -263,7 +263,7 @@ def llama_3_divisors(head_dim: int, **changes: Any) -> np.ndarray:
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_the_rope_of_llama_3_is_found_in_its_tensor(file: Path, factor: float):
     divisors = llama_3_divisors(64, factor=factor)
-    assert len(set(divisors.tolist())) > 3  # some are kept, some stretched, some between
+    assert len(set(divisors.tolist())) > 3  # kept, stretched and intermediate ones
     config, tensors = write_gguf(file, head_dim=64, tensors={"rope_freqs.weight": divisors})
     rope = LLAMA_3_ROPE | {"factor": factor}
     assert_equals_directory(file, config | {"rope_scaling": rope}, tensors)
@@ -365,7 +365,7 @@ def test_a_header_is_read_once_until_the_file_changes(file: Path, monkeypatch: p
     assert reads == [file, file]
 
 
-# What is wrong, and what the message says.
+# Damage, and the message for it.
 
 
 def test_every_wrong_tensor_is_named_at_once(file: Path):
@@ -467,7 +467,7 @@ def test_other_files_are_refused(file: Path, position: int, value: bytes, messag
 
 def test_an_array_without_end_is_refused(file: Path):
     write_gguf(file)
-    key = b"tokenizer.ggml.token_type"  # then come the types of the value and of its items
+    key = b"tokenizer.ggml.token_type"  # the type and the items' type follow
     overwrite(file, position_after(file, key) + 8, struct.pack("<Q", 2**62))
     with pytest.raises(ValueError, match="must be a complete GGUF file, got one that goes on"):
         load(file)
@@ -475,7 +475,7 @@ def test_an_array_without_end_is_refused(file: Path):
 
 def test_a_type_that_the_package_does_not_know_may_be_new(file: Path):
     write_gguf(file)
-    name = b"output_norm.weight"  # then come the number of its axes, their one size and the type
+    name = b"output_norm.weight"  # number of axes, the only size and the type follow
     overwrite(file, position_after(file, name) + 12, struct.pack("<I", 999))
     with pytest.raises(ValueError, match=r"999.* is not .*: pip install --upgrade gguf"):
         load(file)
@@ -535,7 +535,7 @@ def test_a_folder_of_gguf_files_says_to_name_one(file: Path):
         load(file.parent)
 
 
-# What else takes a checkpoint.
+# Other users of a checkpoint.
 
 
 def test_weights_are_hashed_by_file(file: Path):
@@ -563,7 +563,7 @@ def test_the_command_line_generates_from_a_file(file: Path):
 
 # Against transformers.
 
-# Its loader takes the head_dim of Llama from another key, and that of Qwen3 to be 128.
+# Its loader reads Llama's head_dim from another key, and assumes 128 for Qwen3.
 PARITY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-q8_0": ("llama", "Q8_0", {}),
     "llama-q4_0-tied": (
@@ -580,7 +580,7 @@ PARITY: dict[str, tuple[str, str, dict[str, Any]]] = {
 def reference_run(
     tmp_path_factory: pytest.TempPathFactory, reference_python: str, parity_seed: int
 ) -> Path:
-    """Files of every case, and what transformers makes of them."""
+    """Makes files of every case, and runs transformers on them."""
     root = tmp_path_factory.mktemp("gguf-parity")
     rng = np.random.default_rng(parity_seed)
     checkpoints = []

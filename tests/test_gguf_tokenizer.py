@@ -36,7 +36,7 @@ def read_merges(tokenizer: Any) -> list[str]:
 
 
 def make(path: Path, **settings: Any) -> Any:
-    """The tokenizer of a file with that metadata."""
+    """Makes the tokenizer of a file with that metadata."""
     write_gguf(path / "model.gguf", tokenizer=settings)
     return load_tokenizer(path / "model.gguf")
 
@@ -100,7 +100,7 @@ def test_merges_follow_from_scores(tmp_path: Path):
     tokenizer = make(tmp_path, **settings, scores=scores)
     assert pieces(tokenizer, "abc") == ["▁", "abc"]
     assert pieces(tokenizer, "ab") == ["▁", "ab"]
-    scores[6] = -5.0  # now a b comes before b c
+    scores[6] = -5.0  # now the merge "a b" comes before "b c"
     assert pieces(make(tmp_path, **settings, scores=scores), "bab") == ["▁", "b", "ab"]
 
 
@@ -113,7 +113,7 @@ SPACED = {
     "scores": [0.0] * 259 + [-float(WORDS.index(word)) for word in WORDS] + [0.0],
     "special": {"bos": 1, "eos": 2, "unknown": 0},
 }
-# Tokens of llama.cpp.
+# Token ids from llama.cpp.
 SPACED_TEXTS = {
     "hello": "▁he llo",
     " hello": "▁▁ he llo",
@@ -136,7 +136,7 @@ def test_a_space_comes_before_each_text_between_special_tokens(tmp_path: Path):
 
 
 def test_tokens_are_those_of_llama_cpp(tmp_path: Path):
-    """The values above, where the package is installed."""
+    """Checks the values above against the package, where it is installed."""
     llama_cpp = pytest.importorskip("llama_cpp")
     write_gguf(tmp_path / "model.gguf", tokenizer=SPACED, vocab_size=len(SPACED["tokens"]))
     model = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
@@ -146,7 +146,7 @@ def test_tokens_are_those_of_llama_cpp(tmp_path: Path):
 
 
 def test_tokens_are_those_of_sentencepiece(tmp_path: Path):
-    """A vocabulary trained by the package, where it is installed."""
+    """Checks a vocabulary trained by the package, where it is installed."""
     sentencepiece = pytest.importorskip("sentencepiece")
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -171,7 +171,7 @@ def test_tokens_are_those_of_sentencepiece(tmp_path: Path):
         special={"bos": 1, "eos": 2, "unknown": 0},
     )
     for text in [*TEXTS, *SPACED_TEXTS, read_text().content[20_000:22_000]]:
-        if "<" not in text:  # the package does not look for special tokens in a text
+        if "<" not in text:  # the package does not split off special tokens
             assert encode(tokenizer, text).tolist() == [1, *model.encode(text)], text
             assert decode(tokenizer, model.encode(text)) == model.decode(model.encode(text))
 
@@ -231,12 +231,12 @@ def test_control_and_user_defined_tokens_are_matched_whole(tmp_path: Path):
     ids = encode(tokenizer, "<｜User｜>a<think>").tolist()
     assert ids == [256, BYTES.index("a"), 257]
     assert decode(tokenizer, ids) == "a<think>"
-    # A plain token that is not written in bytes' characters stands for its bytes.
+    # A plain token that is not in byte characters decodes to its own text.
     assert decode(tokenizer, [258]) == "日本"
 
 
 def test_a_token_that_ends_a_generation_is_a_control_token(tmp_path: Path):
-    """Also where the file calls it a piece of text, or text that is matched whole."""
+    """This also holds where the file calls it plain text or user-defined."""
     tokens = [*BYTES, "<|im_end|>", "<|eot_id|>"]
     tokenizer = make(tmp_path, pre="qwen2", tokens=tokens, kinds=[1] * 257 + [4], special={})
     ids = encode(tokenizer, "<|im_end|>a<|eot_id|>").tolist()

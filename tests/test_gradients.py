@@ -38,11 +38,11 @@ OPERATIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Attention whose gradient is taken.
+    """A call of attention whose gradient is tested.
 
     Attributes:
-      op: Which attention.
-      lists: One list for all heads, for each key/value head, or for each query head.
+      op: Attention function.
+      lists: Whether a list serves all heads, one key/value head, or one query head.
       heads: Query heads and key/value heads.
       lengths: Keys of each sequence; later slots are NaN.
       offset: Position of each sequence's first query; `None` for 0.
@@ -68,14 +68,14 @@ class Case:
 
     @property
     def positions(self) -> np.ndarray:
-        """Those of the queries, `[B, T]`."""
+        """Positions of the queries, `[B, T]`."""
         if self.op == "decode":
             return np.array(self.lengths)[:, None] - 1
         first = np.array(self.offset or [0] * len(self.lengths))
         return first[:, None] + np.arange(self.num_queries)
 
     def __str__(self) -> str:
-        """Names the case by what is not its default."""
+        """Names the case by its fields that are not defaults."""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -85,7 +85,7 @@ class Case:
 
 
 def draw(case: Case) -> tuple[tuple[jax.Array, ...], dict[str, Any], np.ndarray]:
-    """Queries, keys and values; what else attention takes; and who sees whom, `[B, N, T, S]`."""
+    """Draws queries, keys, values and other arguments; and the mask of pairs, `[B, N, T, S]`."""
     rng = np.random.default_rng(0)
     batch, (num_heads, kv_heads), size = len(case.lengths), case.heads, case.block_size
     positions = case.positions
@@ -96,14 +96,14 @@ def draw(case: Case) -> tuple[tuple[jax.Array, ...], dict[str, Any], np.ndarray]
     is_key = keys < np.array(case.lengths)[:, None]
     key[~is_key] = value[~is_key] = np.nan
     rows = positions[:, ::size] // size if case.offset is None else positions[:, :1] // size
-    if case.offset is not None:  # they may straddle a block more
+    if case.offset is not None:  # queries may straddle one more block
         rows = rows + np.arange(-(-(case.num_queries + size - 1) // size))
     lists = dict(zip(cases.LIST_KINDS, (1, *case.heads[::-1]), strict=True))[case.lists]
     mask = rng.random((batch, lists, rows.shape[1], num_blocks)) < 0.4
     mask[:, :, :, 0] |= rng.random(mask.shape[:3]) < 0.8
     mask &= (np.arange(num_blocks) <= rows[..., None])[:, None]
     if rows.shape[1] > 2:
-        mask[0, 0, 2] = False  # no keys at all
+        mask[0, 0, 2] = False  # sees no key
     ids, counts = cases.pack_lists(mask)
     options: dict[str, Any] = {"kv_lengths": jnp.array(case.lengths, jnp.int32)}
     options |= {"scale": case.scale, "return_lse": True}
@@ -122,7 +122,7 @@ def draw(case: Case) -> tuple[tuple[jax.Array, ...], dict[str, Any], np.ndarray]
 
 
 def cotangents(case: Case) -> tuple[jax.Array, jax.Array]:
-    """Weights of outputs and log-sum-exps in the loss, 0 where a query is padding."""
+    """Draws the loss's weights of outputs and log-sum-exps, 0 where a query is padding."""
     rng = np.random.default_rng(1)
     shape = (*case.positions.shape, case.heads[0], case.head_dim)
     grad, grad_lse = rng.standard_normal(shape), rng.standard_normal(shape[:-1])
@@ -132,7 +132,7 @@ def cotangents(case: Case) -> tuple[jax.Array, jax.Array]:
 
 
 def loss(case: Case, options: dict[str, Any], query, key, value) -> jax.Array:
-    """A sum over outputs and log-sum-exps, of attention as a caller would call it."""
+    """Returns a weighted sum of outputs and log-sum-exps, for a call like a user's."""
     if case.layer is not None:
         others = jnp.full_like(key, jnp.nan)
         stacked = [[others] * 3, [others] * 3]
@@ -141,14 +141,14 @@ def loss(case: Case, options: dict[str, Any], query, key, value) -> jax.Array:
         options = options | {"layer": jnp.asarray(case.layer, jnp.int32)}
     out, lse = OPERATIONS[case.op](query, key, value, **options)
     grad, grad_lse = cotangents(case)
-    # Rows without a key have a log-sum-exp of -inf, which is a constant.
+    # A row without keys has a constant log-sum-exp of -inf.
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
     return jnp.sum(out.astype(jnp.float32) * grad) + jnp.sum(lse * grad_lse)
 
 
 @functools.cache
 def expected(case: Case) -> tuple[np.ndarray, ...]:
-    """Gradients by autodiff of masked attention in float32."""
+    """Computes gradients by autodiff of masked attention in float32."""
     arrays, _, sees = draw(case)
     grad, grad_lse = cotangents(case)
 
@@ -167,7 +167,7 @@ def expected(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def gradients(case: Case, **options: Any) -> tuple[jax.Array, ...]:
-    """Those of the library."""
+    """Computes the library's gradients."""
     arrays, own, _ = draw(case)
     of = jax.grad(functools.partial(loss, case, own | options), (0, 1, 2))
     return jax.jit(of)(*arrays)
@@ -228,7 +228,7 @@ def test_kernels_go_forward_and_gradients_are_the_same(case, monkeypatch):
 
 
 def transformed(how: str, function, x: jax.Array) -> jax.Array:
-    """`function(x) + function(2 x)`, by way of a transformation."""
+    """Returns `function(x) + function(2 x)` through a transformation."""
     if how == "vmap":
         return jnp.sum(jax.vmap(function)(jnp.stack([x, 2 * x])))
     if how == "scan":
@@ -258,7 +258,7 @@ def test_transformations_change_only_rounding(how):
     selection = full_selection(jnp.arange(3, dtype=jnp.int32)[None], 3, block_size=16)
     key = query[:, :, :2] * 0.7
 
-    def function(query):  # keys and values do not vary over devices
+    def function(query):  # keys and values are the same on all devices
         out = block_sparse_attention(query, key, key, selection)
         return jnp.sum(jnp.sin(out) + jnp.sin(dense_attention(query, key, key)))
 
@@ -297,7 +297,7 @@ for one, other in zip(found, wanted):
 
 
 def temporary_bytes(attend, num_tokens: int) -> int:
-    """What the gradient needs beside its arguments and results."""
+    """Returns the bytes that the gradient needs besides arguments and results."""
     shape = jax.ShapeDtypeStruct((1, num_tokens, 2, 16), jnp.float32)
     of = jax.grad(lambda *x: jnp.sum(attend(*x)), (0, 1, 2))
     return jax.jit(of).lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
@@ -319,7 +319,7 @@ def test_memory_is_linear_in_the_tokens(attend):
 
 @jax.jit
 def value_gradients(size, query, key, value, cotangent):
-    """Cotangents of the values, with queries and keys `size` times larger: ours, and JAX's."""
+    """Returns gradients of values for `size` times larger queries and keys: ours, and JAX's."""
     rows = jnp.arange(3, dtype=jnp.int32)[None]
     listed = functools.partial(
         block_sparse_attention, selection=full_selection(rows, 3, block_size=16)
@@ -336,7 +336,7 @@ def test_gradients_of_values_are_right_where_logits_are_large(logit):
     rng = np.random.default_rng(5)
     key, value = rng.standard_normal((2, 1, 40, 2, 64)).astype(np.float32)
     query, cotangent = rng.standard_normal((2, 1, 40, 4, 64)).astype(np.float32)
-    size = np.float32(np.sqrt(logit / 8.0))  # with `1 / sqrt(H)`, logits are of that order
+    size = np.float32(np.sqrt(logit / 8.0))  # with scale `1 / sqrt(H)`, logits are of this order
     *found, wanted = value_gradients(size, query, key, value, cotangent)
     for one in found:
         np.testing.assert_allclose(one, wanted, rtol=0, atol=2e-4)
@@ -344,10 +344,10 @@ def test_gradients_of_values_are_right_where_logits_are_large(logit):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithoutDerivative(StreamingConfig):
-    """A policy that selects by what JAX cannot differentiate, as it cannot a kernel."""
+    """A policy whose selection JAX cannot differentiate, as it cannot a kernel's."""
 
     def select(self, query, key, statistics, walk, **where):
-        """A walk that depends on the queries."""
+        """Makes the walk depend on the queries."""
         shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
         seen = jax.pure_callback(lambda x: np.asarray(x), shape, query)
         walk = dataclasses.replace(walk, scores=walk.scores + jnp.sum(seen * seen))
@@ -356,7 +356,7 @@ class WithoutDerivative(StreamingConfig):
 
 @jax.jit
 def cotangents_of_a_layer(query, key, value):
-    """Those of a layer's output, and those of its walk."""
+    """Returns gradients of a layer's output, and of its walk."""
     config = WithoutDerivative(block_size=16, density=0.5)
 
     def layer(*arrays):

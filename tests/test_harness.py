@@ -1,4 +1,4 @@
-"""The adapter for the lm-evaluation-harness says what the model says, and refuses what it lacks."""
+"""The adapter for the lm-evaluation-harness gives the model's results and refuses what it lacks."""
 
 import importlib
 import inspect
@@ -37,7 +37,7 @@ def harness():
 
 @pytest.fixture
 def without_harness(monkeypatch):
-    """The module with nothing behind it, for what it does by itself."""
+    """The module with stubs for lm-eval, to test its own code."""
     names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
     names += ("lm_eval.models", "lm_eval.models.utils", "lm_eval.utils")
     modules = {name: ModuleType(name) for name in names}
@@ -50,14 +50,14 @@ def without_harness(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "sketchwalk_jax.evaluation.harness", raising=False)
     yield importlib.import_module("sketchwalk_jax.evaluation.harness")
-    # The one with a harness behind it, if there is one, is imported anew.
+    # Import the module again, to bind the real harness if there is one.
     monkeypatch.undo()
     sys.modules.pop("sketchwalk_jax.evaluation.harness", None)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Three layers over bytes; end tokens that random weights seldom draw."""
+    """Writes a model of three layers over bytes; random weights seldom draw its end tokens."""
     directory = tmp_path_factory.mktemp("checkpoint")
     checkpoints.write_checkpoint(directory, tokenizer=True, num_hidden_layers=NUM_LAYERS)
     return str(directory)
@@ -72,13 +72,13 @@ def encoded(text):
 
 
 def padded(text):
-    """A text as a batch of one, and its length; one width, so one program for all."""
+    """Pads a text as a batch of one; returns it and its length. One width means one program."""
     tokens = encoded(text)
     return np.pad(tokens, (0, WIDTH - len(tokens)))[None], np.array([len(tokens)], np.int32)
 
 
 def direct(checkpoint, text, count, config, **options):
-    """Bytes that `generate` continues a text with."""
+    """Returns the bytes with which `generate` continues a text."""
     params, model_config = load(checkpoint)
     tokens, lengths = padded(text)
     out = generate(
@@ -115,7 +115,7 @@ def test_text_is_what_generate_writes_one_by_one(harness, checkpoint, policy, ph
         pairs = out.measured_density.prefill_pairs + out.measured_density.decode_pairs
         attended += np.asarray(pairs, np.float64).mean(0).sum()
         causal += float(sum(getattr(out.measured_density, f"{x}_causal")[0] for x in lm._pairs))
-    # What fills up the last batch is not counted.
+    # Padding of the last batch is not counted.
     total = {phase: pairs for phase, (_, pairs) in lm._pairs.items()}
     assert sum(total.values()) == causal
     density = sum(lm.measured_density()[x]["all_layers"] * total[x] for x in total) / causal
@@ -165,7 +165,7 @@ def test_log_likelihoods_are_those_of_the_logits(harness, checkpoint, policy):
         return np.asarray(forward(params, tokens, **options)[0, : lengths[0]], np.float64)
 
     for (context, continuation), (logprob, is_best) in zip(pairs, found, strict=True):
-        text = (context or "\x01") + continuation  # byte 1 ends texts, and begins them here
+        text = (context or "\x01") + continuation  # byte 1 begins and ends texts here
         logits = logits_of(text[:-1])[-len(continuation) :]
         targets = encoded(continuation)
         logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -185,10 +185,10 @@ def test_rolling_log_likelihoods_count_every_token_once(harness, checkpoint):
     params, model_config = load(checkpoint)
     tokens = np.concatenate([[1], encoded(text)]).astype(np.int32)
     wanted = 0.0
-    for begin in range(0, len(text), 48):  # the last window reaches back to be whole
+    for begin in range(0, len(text), 48):  # the last window starts earlier to be whole
         end = min(begin + 48, len(text))
         window = tokens[max(0, end - 48) : end]
-        logits = forward(params, window[None], model_config=model_config)[0]  # each of 48
+        logits = forward(params, window[None], model_config=model_config)[0]  # logits of 48 tokens
         logprobs = np.asarray(jax.nn.log_softmax(logits), np.float64)
         targets = tokens[begin + 1 : end + 1]
         wanted += logprobs[np.arange(-len(targets), 0), targets].sum()

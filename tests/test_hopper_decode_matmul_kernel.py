@@ -1,4 +1,4 @@
-"""Rows times one layer of stacked weights of eight bits: the kernel beside float64."""
+"""The decode matmul kernel for eight-bit weights on Hopper, against float64."""
 
 import chex
 import jax
@@ -49,7 +49,7 @@ NARROW_CASES = {
 
 
 def draw_narrow(dtype, rows, inputs, widths):
-    """Weights of every pattern of bits that is a number, and their scales."""
+    """Draws weights from all bit patterns that are numbers, and their scales."""
     x, _, scale = draw(rows, inputs, widths)
     rng = np.random.default_rng(inputs)
     kernels = []
@@ -62,15 +62,15 @@ def draw_narrow(dtype, rows, inputs, widths):
 
 
 def widened(weights, factor):
-    """One layer in float64, `[F, D]`."""
+    """Dequantizes one layer to float64, `[F, D]`."""
     return np.asarray(weights, np.float64) * np.asarray(factor, np.float64)[:, None]
 
 
 def lost_in_sums(inputs, weights):
-    """The most that tensor cores lose when they add up a line of float8 products, `[B, F]`.
+    """Bounds the loss of tensor cores that sum a line of float8 products, `[B, F]`.
 
-    Of each number they keep what lies less than 13 bits below the largest. A digit that is left
-    out would lose some 2^-3 of this measure of a line's largest products.
+    They drop the bits of each product that are 13 or more below the largest product. Leaving out
+    one part of the operand split would lose some 2^-3 of this measure.
     """
     if INTERPRET:
         return 0.0
@@ -100,7 +100,7 @@ def test_products_with_narrow_weights_are_those_of_float64(name, capfd):
     found, again = multiply(*arguments), multiply(*arguments)
     inputs = np.asarray(x, np.float64)
     if has_norm:
-        # What is multiplied has the type of the rows.
+        # The kernel multiplies in the type of the rows.
         scaled = np.asarray(x.astype(jnp.float32) * scale[1:].astype(jnp.float32), jnp.bfloat16)
         inputs = scaled.astype(np.float64) / np.sqrt(np.mean(inputs**2, axis=1) + EPS)[:, None]
     for one, same, weights, factor in zip(found, again, kernels, weight_scales, strict=True):
@@ -118,7 +118,7 @@ def test_products_with_narrow_weights_are_those_of_float64(name, capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 def test_rows_whose_numbers_lie_far_apart_lose_nothing_beside_the_largest(dtype):
-    """Numbers of a line of 128 inputs share a power of two; one line is all zeros."""
+    """A line of 128 inputs shares one power of two; one line is all zeros."""
     _, kernels, scales, _ = draw_narrow(dtype, 3, 512, (64,))
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 512)) * 2.0 ** rng.uniform(-40, 20, size=(3, 512))

@@ -1,4 +1,4 @@
-"""What comes from outside may be anything: `hostile.py` in short, attacks by name, kills."""
+"""Input from outside may be anything: `hostile.py` in short, attacks by name, and kills."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unchecked
 @pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", hostile.KINDS)
 def test_broken_input_is_read_or_refused(kind, share, monkeypatch, program_environment):
-    """2,000 cases of all kinds: no other error, no crash, no hang, no file that is half written."""
+    """Tries 2,000 cases of all kinds: no other error, no crash, no hang, no half-written file."""
     monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
     count = int(share * hostile.KINDS[kind])
     found = hostile.fuzz(kind, seed=0, first=0, count=count)
@@ -35,7 +35,7 @@ def test_broken_input_is_read_or_refused(kind, share, monkeypatch, program_envir
 
 @pytest.mark.slow
 def test_the_fuzzer_finds_what_it_looks_for(monkeypatch, tmp_path, program_environment):
-    """Another error, a crash, a hang and too much memory, each in a kind of its own."""
+    """Adds a kind for each finding: another error, a crash, a hang, and too much memory."""
     monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
     source = (hostile.Path(hostile.__file__)).read_text(encoding="utf-8")
     broken = """
@@ -73,7 +73,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("source", hostile.ATTACKS)
 def test_templates_that_attack_are_stopped(source, model, monkeypatch):
-    """Soon, and without what is none of theirs."""
+    """Templates stop soon, and read nothing that they should not."""
     monkeypatch.setattr(chat_templates, "SECONDS", 1.0)
     monkeypatch.setattr(chat_templates, "GROWTH", 2**27)
     tokenizer, start = load_tokenizer(model), time.monotonic()
@@ -98,7 +98,7 @@ def test_templates_that_attack_are_stopped(source, model, monkeypatch):
     ],
 )
 def test_what_stops_a_template_is_said(source, message, model, monkeypatch):
-    # Where time is not what stops it, a busy machine has enough.
+    # Where time is not the limit under test, allow enough for a busy machine.
     monkeypatch.setattr(chat_templates, "SECONDS", 1.0 if "seconds" in message else 600.0)
     monkeypatch.setattr(chat_templates, "GROWTH", 2**27)
     tokenizer = load_tokenizer(model)
@@ -176,7 +176,7 @@ def test_who_is_killed_while_writing_loses_nothing_that_was_finished(
 ):
     monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
     found = kills.kill(kind, kills=4, seed=0, folder=tmp_path)
-    assert found["versions"] >= found["kills"] == 4  # how many more is a matter of speed
+    assert found["versions"] >= found["kills"] == 4  # more versions depend on speed
 
 
 @pytest.mark.weekly

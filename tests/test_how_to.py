@@ -1,4 +1,4 @@
-"""The how-tos run from top to bottom, and find the fact that they hide."""
+"""The how-tos run from top to bottom, and find their hidden fact."""
 
 import contextlib
 import io
@@ -18,5 +18,5 @@ def test_the_blocks_run_in_their_order(repository, monkeypatch):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(block, f"how_to.md, block {number}", "exec"), scope)
         printed.append(out.getvalue())
-    # From text to text, at two densities, in a batch, in a second turn, and streamed.
+    # Text to text, at two densities, in a batch, in a second turn, and streamed.
     assert sum("68084" in text for text in printed) >= 7

@@ -1,4 +1,4 @@
-"""Models by their name on the hub: what is fetched, what is kept, what is said when it fails."""
+"""Models by their name on the hub: downloaded files, the cache, and messages after failures."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from sketchwalk_jax.models.hub import checkpoint_name, is_hub_name
 
 NAME = "someone/tiny-model"
 
-# Answers a line of JSON for each name on standard input. Pieces of 10 MB, which the hub's client
-# writes to disk as a whole, would be more than the files.
+# Answers a line of JSON for each name on standard input. Chunks are small, as the hub's client
+# writes whole chunks to disk: its 10 MB are larger than the files.
 DRIVER = """
 import json, sys
 from huggingface_hub import constants
@@ -35,7 +35,7 @@ for line in sys.stdin:
 
 
 class Driver:
-    """A process that finds checkpoints."""
+    """A process that loads checkpoints by name."""
 
     def __init__(self, environment: dict[str, str], folder: Path) -> None:
         self.process = subprocess.Popen(
@@ -67,7 +67,7 @@ class Driver:
 
 
 def write_repository(folder: Path) -> None:
-    """A checkpoint in two files, with much beside it that nobody wants."""
+    """Writes a checkpoint in two files, with many others that must not be downloaded."""
     checkpoints.write_checkpoint(folder, "qwen3", tokenizer=True, num_shards=2, vocab_size=8192)
     (folder / "modeling_x.py").write_text("raise SystemExit")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(print))
@@ -157,7 +157,7 @@ def test_a_model_is_fetched_by_its_name_and_found_again_offline(
 def test_broken_connections_and_killed_downloads_go_on(
     hub: Hub, tmp_path: Path, program_environment
 ):
-    """Inside a file where a connection breaks, with the files that are missing after a kill."""
+    """A broken connection continues inside the file, a killed download with the missing files."""
     home = tmp_path / "home"
     environment = program_environment | hub.environment(home)
     done, stopped = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))

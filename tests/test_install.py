@@ -1,4 +1,4 @@
-"""What a user installs: distributions, imports beside a decoy, import cost, declared versions."""
+"""Installations: distributions, imports despite a decoy, import cost, declared versions."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def project(repository: Path) -> dict:
 
 @pytest.fixture(scope="session")
 def source(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout without its environments and build outputs."""
+    """Copies the checkout without environments and build outputs."""
     copy = tmp_path_factory.mktemp("source") / "checkout"
     skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "uv.lock")
     shutil.copytree(repository, copy, ignore=skipped)
@@ -46,7 +46,7 @@ def _uv(*arguments: str | Path, cwd: Path) -> None:
 
 @pytest.fixture(scope="session")
 def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source distribution, and the wheel built from it."""
+    """Builds the source distribution, and the wheel from it."""
     folder = tmp_path_factory.mktemp("distributions")
     _uv("build", "--quiet", "--python", sys.executable, "--out-dir", folder, cwd=source)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
@@ -54,12 +54,12 @@ def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 def _environment(folder: Path) -> Path:
-    """Makes an environment that borrows this one's dependencies; returns its interpreter."""
+    """Makes an environment with this one's dependencies; returns its interpreter."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     site_packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    # The folders of this environment follow the new one's own, and its .pth files are not read,
-    # so an editable install here is not seen there.
+    # This environment's folders come after the new one's own. Its .pth files are not read, so an
+    # editable install here is invisible there.
     borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site_packages / "borrowed.pth").write_text("\n".join(sorted(borrowed)) + "\n")
     return python
@@ -67,7 +67,7 @@ def _environment(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with the wheel in it."""
+    """Returns the interpreter of a fresh environment with the wheel in it."""
     folder = tmp_path_factory.mktemp("installed")
     python = _environment(folder / "environment")
     _uv("pip", "install", "--quiet", "--no-deps", "--python", python, distributions[1], cwd=folder)
@@ -76,7 +76,7 @@ def installed(distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def decoy(tmp_path: Path) -> Path:
-    """A working directory with folders of the names that the project's own folders have."""
+    """Makes a working directory with folders that have the names of the project's folders."""
     for name in ("models", "pallas_kernels"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('the decoy')\n")
@@ -84,7 +84,7 @@ def decoy(tmp_path: Path) -> Path:
 
 
 def _package_folders(repository: Path) -> dict[str, Path]:
-    """Every folder that is a package, by the name it must be installed under."""
+    """Returns every folder that is a package, by the name under which it must be installed."""
     found = {}
     for folder, package in MAPPED.items():
         for module in (repository / folder).rglob("__init__.py"):
@@ -94,7 +94,7 @@ def _package_folders(repository: Path) -> dict[str, Path]:
 
 
 def _data_files(repository: Path) -> set[str]:
-    """Every data file of the packages, by its path in the wheel."""
+    """Returns every data file of the packages, by its path in the wheel."""
     found = set()
     for folder, package in MAPPED.items():
         for path in (repository / folder).rglob("*"):
@@ -105,7 +105,7 @@ def _data_files(repository: Path) -> set[str]:
 
 
 def _requirements(requirement: Requirement) -> list[str]:
-    """What an installed distribution asks for in turn, with the extras it was asked for."""
+    """Returns what an installed distribution requires, with the requested extras, recursively."""
     lines = []
     for line in requires(requirement.name) or ():
         marker = Requirement(line).marker
@@ -203,8 +203,8 @@ def test_command_is_installed(installed: Path, decoy: Path):
     assert "generate" in done.stdout
 
 
-# All that `import sketchwalk_jax` loads of this package: every user waits for it. A module that few
-# calls need is imported where it is used.
+# All modules of this package that `import sketchwalk_jax` loads: every user waits for them. Import
+# a module that few calls need where it is used.
 LOADED = {
     "": "_version algorithm memory plan precision progress pytree scaled selection sharding sketch "
     "validation walk",
@@ -223,10 +223,10 @@ LOADED = {
     "policies": "adamas base block_codes dense flexprefill lines minference oracle quest "
     "random_blocks ranks recommended released sketchwalk streaming",
 }
-# What the command line needs for a single command or never: its help must not wait for it.
+# Modules that few commands or none need; the command line's help must not wait for them.
 NOT_FOR_HELP = {"flax", "evaluation.harness", "models.flax"}
 
-# Prints the names of all modules that a program loaded, and of the installed packages among them.
+# Prints the names of all modules that a program loads, and of installed packages among them.
 LIST_MODULES = """
 import json, sys
 files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
@@ -245,9 +245,9 @@ app(["--help"], standalone_mode=False)
 
 
 def _modules(run_python: Callable[..., str], code: str) -> tuple[set[str], set[str]]:
-    """What a program loads: this package's modules, and names of others' packages.
+    """Returns the modules of this package that a program loads, and the names of other packages.
 
-    Pallas is a package of its own here, since it takes long.
+    Pallas counts as a package, since it takes long to import.
     """
     modules, installed = json.loads(run_python(code + LIST_MODULES).splitlines()[-1])
     pallas = {"pallas"} if any(re.match(r"jax\..*\bpallas\b", name) for name in modules) else set()

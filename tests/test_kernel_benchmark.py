@@ -1,4 +1,4 @@
-"""The benchmark of the operations: it runs anywhere with `--quick`; its tables."""
+"""The benchmark of operations runs anywhere with `--quick`, and its tables are right."""
 
 import json
 
@@ -34,7 +34,7 @@ OPS = {
 PHASES = {
     "dense": {"prefill", "decode"},
     "streaming": {"prefill", "decode"},
-    "quest": {"prefill", "decode"},  # it observes prompts
+    "quest": {"prefill", "decode"},  # it gathers statistics of prompts
     "minference": {"prefill"},
     "sketchwalk": {"prefill", "decode"},
 }
@@ -42,7 +42,7 @@ PHASES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_fast():
-    """Nothing here is fast because it is compiled well, nor random because it is drawn well."""
+    """Skips slow optimisations and random generators: nothing here is timed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", XLA_FLAGS)
         patch.setenv("JAX_DEFAULT_PRNG_IMPL", "unsafe_rbg")
@@ -51,7 +51,7 @@ def _compiled_fast():
 
 @pytest.fixture(scope="module")
 def measure(run_benchmark, tmp_path_factory):
-    """Runs some operations; returns what is in their files, by name."""
+    """Runs some operations; returns the contents of their files, by name."""
 
     def run(*arguments: str) -> dict:
         folder = tmp_path_factory.mktemp("results")

@@ -1,4 +1,4 @@
-"""The example of the guide to kernels runs as it stands, compiles, and is the kernel it says."""
+"""The example of the kernel guide runs unchanged, compiles, and is the kernel it claims to be."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.pallas_kernels import dispatch
 
 SIZE = 16
-# File of a block, as other blocks import it
+# File name of each block, as other blocks import it.
 FILES = {"twin": "block_maxima", "kernel": "block_maxima_kernel", "choice": "kernel_maxima"}
 
 
@@ -23,7 +23,7 @@ def page(repository):
 
 
 def block(repository, name):
-    """The Python block behind `<!-- name -->` of the guide."""
+    """Returns the Python block after `<!-- name -->` of the guide."""
     found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", page(repository), re.DOTALL)
     assert found is not None, f"the guide has no block {name}"
     return found[1]
@@ -31,7 +31,7 @@ def block(repository, name):
 
 @pytest.fixture(scope="module")
 def folder(repository, tmp_path_factory):
-    """The blocks of the example, in files of their own."""
+    """Writes the blocks of the example to files of their own."""
     folder = tmp_path_factory.mktemp("guide")
     for name, file in (FILES | {"case": "case"}).items():
         (folder / f"{file}.py").write_text(block(repository, name), encoding="utf-8")
@@ -40,7 +40,7 @@ def folder(repository, tmp_path_factory):
 
 @pytest.fixture
 def example(folder, monkeypatch):
-    """The names that the blocks define."""
+    """Imports the example's blocks; returns their names."""
     monkeypatch.syspath_prepend(folder)
     for file in FILES.values():
         monkeypatch.delitem(sys.modules, file, raising=False)

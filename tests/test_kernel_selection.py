@@ -1,8 +1,8 @@
-"""The kernels of the printed rule's selection give the lists, sums and walks of plain JAX.
+"""The kernels of the printed rule's selection give plain JAX's lists, sums and walks.
 
-The module tests the whole policy, then each kernel on edge cases, then what runs no kernel. Kernels
-run in Pallas' interpreter, by default one case of each; in the emulator (CONTRIBUTING.md); or on a
-machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernel_selection.py`
+The module tests the whole policy, then each kernel on edge cases, then the choice of kernels.
+Kernels run in Pallas' interpreter (by default one case of each), in the emulator (CONTRIBUTING.md),
+or on a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernel_selection.py`
 """
 
 import functools
@@ -34,10 +34,10 @@ from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.selection import block_budget, select_blocks
 from sketchwalk_jax.walk import WalkState, walk_step
 
-# The whole policy
+# Whole policy
 
 SIZE, BLOCKS = 16, 7
-BAD = 3 * SIZE + 5  # a token
+BAD = 3 * SIZE + 5  # a token's position
 CONFIGS = {
     "paper": SketchWalkConfig.paper(block_size=SIZE, density=0.4),
     "damped": SketchWalkConfig.damped(block_size=SIZE, density=0.4),
@@ -49,7 +49,7 @@ KERNELS = KernelConfig(interpret=INTERPRET)
 
 @functools.partial(jax.jit, static_argnames=("config", "kernel_config"))
 def select_layer(query, key, span, walk, layer, *, config, kernel_config):
-    """A layer's sums of a prompt, its lists and its walk."""
+    """Returns lists, walk and statistics of one layer of a prompt."""
     shape = LayerShape(4, 2, 128)
     sums = config.init_statistics(shape, batch=len(query), num_blocks=BLOCKS)
     sums = config.observe(query, key, sums, span=span, kernel_config=kernel_config)
@@ -60,15 +60,15 @@ def select_layer(query, key, span, walk, layer, *, config, kernel_config):
 
 @functools.partial(jax.jit, static_argnames=("config", "kernel_config"))
 def select_token(query, key, span, sums, walk, layer, *, config, kernel_config):
-    """A layer's list and walk of one token."""
+    """Returns list and walk of one token in one layer."""
     options = {"layer": layer, "span": span, "kernel_config": kernel_config}
     return config.select(query, key[None], sums, walk, **options)
 
 
 def run(config, lengths, kernel_config, bad=None):
-    """Lists, sums and walk of two layers of a prompt, and of two layers for its last token.
+    """Runs two layers of a prompt, then of its last token; returns lists, sums and walks.
 
-    A token of the first sequence has a `bad` key.
+    If `bad` is given, one key of the first sequence has this value.
     """
     rng = np.random.default_rng(3)
     lengths = jnp.asarray(lengths, jnp.int32)
@@ -118,7 +118,7 @@ def test_lists_sums_and_walk_are_the_same(name):
         for actual, wanted in zip(states, wanted_states, strict=True):
             scale = np.abs(wanted).max(-1, keepdims=True)
             scale = np.where(scale == 0, 1, scale)
-            # Powers of scores: relative errors grow with the exponent.
+            # Powers multiply the relative errors of scores by the exponent.
             close = tolerance("scores")["atol"] * 2 * config.exponent
             np.testing.assert_allclose(actual / scale, wanted / scale, rtol=0, atol=close)
 
@@ -127,7 +127,7 @@ def test_lists_sums_and_walk_are_the_same(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_bad_key_reaches_no_earlier_row_and_lists_keep_their_forced_blocks(name):
-    """A prompt gets the lists of XLA; a token keeps its forced blocks, whatever else it ranks."""
+    """A prompt's lists equal XLA's; a token's list keeps its forced blocks."""
     config, lengths = CONFIGS[name], (BLOCKS * SIZE, 5 * SIZE + 3)
     plain = run(config, lengths, KERNELS)
     found, wanted = (run(config, lengths, x, bad=np.nan) for x in (KERNELS, None))
@@ -147,7 +147,7 @@ def test_a_bad_key_reaches_no_earlier_row_and_lists_keep_their_forced_blocks(nam
         assert kept[-1] == BLOCKS - 1
 
 
-# The lists of given scores
+# Lists of given scores
 
 EXTREMES = [3.4028235e38, -3.4028235e38, 1.2e-38, -1.2e-38]
 NUMBERS = {
@@ -160,8 +160,8 @@ NUMBERS = {
     "not finite": lambda rng, shape: rng.choice([np.nan, -np.nan, np.inf, -np.inf, -3, 2], shape),
     "NaN": lambda rng, shape: np.full(shape, np.nan),
 }
-ROW_SIZES = (1, 5, 128, 157, 512)  # 128 threads hold a row: padded or not, one or more columns each
-BUDGETS = ((0.2, 1, 1), (0.1, 0, 1), (0.35, 2, 3), (1.0, 1, 1), (0.01, 4, 2))  # and forced blocks
+ROW_SIZES = (1, 5, 128, 157, 512)  # 128 threads per row: padded or not, one or more columns each
+BUDGETS = ((0.2, 1, 1), (0.1, 0, 1), (0.35, 2, 3), (1.0, 1, 1), (0.01, 4, 2))  # share, sink, local
 SMOKE = ("ties", 157, BUDGETS[1])
 
 
@@ -171,7 +171,7 @@ def draw(kind, rng, *shape):
 
 @functools.cache
 def list_programs(sinks, local, max_count):
-    """The kernel and plain JAX, for scores of any shape."""
+    """Returns the kernel and plain JAX, for scores of any shape."""
     sizes = {"sink_blocks": sinks, "local_blocks": local, "max_count": max_count, "block_size": 64}
     kernel = functools.partial(select_blocks_kernel, interpret=INTERPRET, **sizes)
     return jax.jit(kernel), jax.jit(functools.partial(select_blocks, **sizes))
@@ -224,20 +224,20 @@ def test_keys_have_the_order_of_the_scores():
     assert set(ordered_keys(others).tolist()) == {int(keys[0])}
 
 
-# The walk and the list of a token
+# Walk and list of a token
 
 BLOCK = 64
-# Blocks, groups and entries of sketches, and the most parts of a row.
+# Blocks, groups, entries of sketches, and the largest number of parts of a row.
 TOKENS = [(5, 1, 32, 16), (130, 1, 32, 16), (256, 1, 64, 16), (300, 2, 32, 16)]
 RULES = [(8, False), (3, True), (1, False), (MAX_POWER, False)]  # power, rectify
-# More tiles of 128 query blocks than parts, with sketches of one chunk and of three.
+# More tiles of 128 query blocks than parts; sketches of one chunk and of three.
 MANY_TILES = [((600, 1, 32, 4), (8, False), None), ((600, 3, 32, 4), (5, True), None)]
-# Blocks of two tokens: the last one, and the ends of both halves of a tile.
+# Blocks of both tokens: the last block, and the ends of both halves of a tile.
 PLACES = [(599, 0), (63, 64), (127, 128)]
 
 
 def token_programs(num_blocks, budget, *, power, rectify, beta):
-    """The kernel and plain JAX, each giving the list and the walk."""
+    """Returns the kernel and plain JAX, each giving list and walk."""
     sizes = {"sink_blocks": 1, "local_blocks": 1, "block_size": BLOCK, "max_count": int(budget[-1])}
 
     def kernel(token, query, key, walk, *places):
@@ -267,7 +267,7 @@ def token_programs(num_blocks, budget, *, power, rectify, beta):
     ("sizes", "rule", "beta"), [*pairwise(TOKENS, RULES, (None, 0.0)), *MANY_TILES], ids=str
 )
 def test_layers_of_a_token(sizes, rule, beta, monkeypatch):
-    """Sums of later blocks are NaN. At the last place all products of sketches are negative."""
+    """Sums of later blocks are NaN; at the last place all products of sketches are negative."""
     (num_blocks, *features, splits), (power, rectify) = sizes, rule
     monkeypatch.setattr(walk_row, "MAX_SPLITS", splits)
     budget = block_budget(num_blocks, density=0.2, sink_blocks=1)
@@ -289,15 +289,15 @@ def test_layers_of_a_token(sizes, rule, beta, monkeypatch):
             (lists, state), (wanted, walk) = (run(*arrays, budget[rows, None]) for run in programs)
             assert_same_lists(lists, wanted)
             assert state.layers == walk.layers
-            # A sum of signed terms is only as exact as its largest term.
+            # Rounding of a signed sum is relative to its largest term.
             largest = np.abs(walk.scores).max()
             np.testing.assert_allclose(state.scores, walk.scores, rtol=3e-5, atol=1e-6 * largest)
 
 
-# The sums of sketches
+# Sums of sketches
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Heads of queries and of keys, their features, and those of the sketch.
+# Query heads, key heads, head_dim and sketch_dim.
 HEADS = [(4, 2, 128, 64), (4, 2, 64, 64), (7, 1, 128, None), (4, 2, 128, 32), (4, 2, 256, 128)]
 
 
@@ -307,7 +307,7 @@ HEADS = [(4, 2, 128, 64), (4, 2, 64, 64), (7, 1, 128, None), (4, 2, 128, 32), (4
     ("heads", "block_size", "dtype"), pairwise(HEADS, (16, 64), DTYPES), ids=str
 )
 def test_sums_of_sketches(heads, block_size, dtype):
-    """Tokens that do not count are NaN, and one block has no others."""
+    """Tokens that do not count are NaN; one block has only such tokens."""
     *numbers, head_dim, sketch_dim = heads
     omega = sketch.srht_matrix(head_dim, sketch_dim)
     rng = np.random.default_rng(numbers[0])
@@ -327,7 +327,7 @@ def test_sums_of_sketches(heads, block_size, dtype):
         np.testing.assert_allclose(sums, want, rtol=1e-5, atol=1e-5)
 
 
-# Refusals and choices, without a kernel
+# Refusals and choices, without a kernel.
 
 
 def test_arrays_that_do_not_fit_are_refused():
@@ -352,7 +352,7 @@ def test_arrays_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("asked", [None, "xla", "mosaic_gpu"])
 @pytest.mark.parametrize(
-    ("is_hopper", "interpret", "answered"),  # which askers get kernels
+    ("is_hopper", "interpret", "answered"),  # callers that get kernels
     [
         (True, False, [None, "mosaic_gpu"]),
         (False, False, []),
@@ -368,7 +368,7 @@ def test_selection_follows_attention(is_hopper, interpret, answered, asked, monk
 
 
 class Asked(SketchWalkConfig):
-    """Remembers what it was told to run."""
+    """Records the kernel settings that it receives."""
 
     seen = []
 
@@ -381,10 +381,10 @@ class Asked(SketchWalkConfig):
         return super().select(*arrays, **options)
 
 
-@pytest.mark.unchecked  # of what stands in for a configuration
+@pytest.mark.unchecked  # a stand-in configuration
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
-    jax.clear_caches()  # the policy is seen while the call is traced
+    jax.clear_caches()  # only tracing calls the policy
     asked, answer = [], KernelConfig(row_tile=3)
 
     def selection_kernels(*arguments, what="selection"):

@@ -1,6 +1,6 @@
-"""Hopper's kernel of prompts against the equations: interpreted, as compiled, or on a GPU.
+"""Hopper's prefill kernel against the equations: interpreted, as compiled, or on a GPU.
 
-The public functions are called here too, for prompts and for tokens.
+These tests also call the public functions, for prefill and decode.
 
 On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernels.py`
 """
@@ -37,9 +37,9 @@ CASES = [
     for case in attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
     if case.op == "prefill"
 ]
-KEPT = "prefill-4x2-H64-T250"  # which the interpreter runs by default
+KEPT = "prefill-4x2-H64-T250"  # the interpreter's only default case
 
-# Before JAX 0.12 every thread must wait for every barrier there is, its own or not.
+# Before JAX 0.12, the interpreter makes every thread wait for every barrier.
 CAN_INTERPRET_PREFILL = jax.__version_info__ >= (0, 12)
 
 pytestmark = [
@@ -102,14 +102,14 @@ def assert_attention(case, arguments, mask, results):
 
 @pytest.mark.slow
 def test_lists_name_any_of_a_rows_own_pages(capfd):
-    """Each head lists another subset of the four, behind pages of which it has any number."""
+    """Each head lists another subset of its four own pages, after any number of earlier pages."""
     skip_unless_it_runs("prefill")
     case = Pages(heads=(16, 1), lengths=(180,), lists="head", head_dim=64)
     (*floats, ids, counts, layer, lengths, first), mask = kernel_draws.draw_attention(case, 0)
     for head, row, place in np.ndindex(16, case.num_rows, 4):
         mask[0, head, row, 4 * row + place] = head >> place & 1
     packed, counts = cases.pack_lists(mask)
-    # Whoever attends to what no list names sees NaN.
+    # Pages that no list names hold NaN.
     is_listed = np.pad(mask.any((0, 1, 2)), (0, case.num_blocks - mask.shape[-1]))
     unlisted = np.repeat(~is_listed, 16)[:, None, None]
     floats[1:] = [jnp.where(unlisted, jnp.nan, x) for x in floats[1:]]
@@ -119,8 +119,8 @@ def test_lists_name_any_of_a_rows_own_pages(capfd):
     arguments = (*floats, ids, jnp.asarray(counts, jnp.int32), layer, lengths, first)
     found = run(case, arguments, capfd)
     assert_attention(case, arguments, mask, found)
-    # Values that are not finite, one of them in the first row, some of whose lists have less than
-    # four pages, reach later queries of the heads that list their pages; all others are the same.
+    # Non-finite values reach only later queries of the heads that list their pages. One value is in
+    # the first row, where some lists have less than four pages.
     sees = np.zeros((1, 3 * 64, 16), bool)
     for position, features in ((20, slice(None)), (70, 5), (150, slice(None))):
         place = (cases.LAYER, 0, position, 0, features)
@@ -130,7 +130,7 @@ def test_lists_name_any_of_a_rows_own_pages(capfd):
     spoiled = run(case, (*floats, *arguments[3:]), capfd)
     must = sees & (np.arange(192) < 180)[:, None]
     kernel_draws.assert_reaches_those_who_see(spoiled, found, sees, must)
-    # Before the last of them, a later row sees no more of a value than what is not finite.
+    # Before the last bad token, heads that list only the second one's page get NaN in feature 5.
     heads = mask[0, :, 2, 70 // 16] & ~mask[0, :, 2, 20 // 16]
     one, other = (np.asarray(x[0], np.float32)[0, 128:150, heads] for x in (spoiled, found))
     assert len(one) and np.isnan(one[..., 5]).all()
@@ -145,7 +145,7 @@ def test_rows_that_do_not_fit_lists_of_pages_are_refused(row_size):
         jax.eval_shape(function, *shapes)
 
 
-# The public functions, which shift queries to block boundaries and bring lists of their own.
+# The public functions shift queries to block boundaries and make lists themselves.
 PUBLIC = {
     "prefill": ((70, 33), None),
     "chunk": ((40, 20), (50, 77)),
@@ -156,7 +156,7 @@ PUBLIC = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_functions_take_the_kernels(name):
-    """Against the XLA implementation, whose own tests are elsewhere."""
+    """Compares with the XLA implementation, which has tests of its own."""
     new, offset = PUBLIC[name]
     op = "decode" if name == "decode" else "prefill"
     skip_unless_it_runs(op)
@@ -214,7 +214,7 @@ def test_dense_attention_behind_a_cache_is_that_of_xla(num_tokens, capfd):
     attend = functools.partial(dense_attention, query, key, value, **where)
     wanted = attend(implementation="xla")
     out = attend(implementation="mosaic_gpu", kernel_config=CONFIG)
-    # Queries behind the keys are padding, but for the one of a token.
+    # Queries after the last key are padding, except in decode.
     is_query = np.asarray(offset)[:, None] + np.arange(num_tokens) < np.asarray(lengths)[:, None]
     for row in range(3):
         own = is_query[row] | (num_tokens == 1)
@@ -223,7 +223,7 @@ def test_dense_attention_behind_a_cache_is_that_of_xla(num_tokens, capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-# Spare heads, blocks of one piece and of two, one warpgroup that computes and two, both dtypes.
+# Spare heads, blocks of one and two chunks, one and two computing warpgroups, both dtypes.
 NOT_FINITE = [
     Prefill(heads=(3, 1), lengths=(150, 200, 65), head_dim=64),
     Prefill(heads=(2, 1), lengths=(250, 300), block_size=128, return_lse=False),

@@ -1,6 +1,6 @@
-"""The kernel that quantises keys, beside plain JAX.
+"""The kernel that quantizes keys, against plain JAX.
 
-In the interpreter, as compiled, or on a Hopper GPU.
+Runs in the interpreter, as compiled, or on a Hopper GPU.
 """
 
 import functools
@@ -21,7 +21,7 @@ from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 pytestmark = pytest.mark.interpreted
 
-# Key/value heads, head_dim, type; blocks, where calls end (tokens of each sequence).
+# Key/value heads, head_dim, type; end of each call (tokens of each sequence).
 OBSERVED = {
     "one piece": (2, 64, "bfloat16", [(3 * SIZE + 5, 4 * SIZE, 0)]),
     "pieces": (1, 128, "bfloat16", [(70, SIZE, 3), (2 * SIZE, SIZE, 130), (200, 4 * SIZE, 131)]),
@@ -36,18 +36,18 @@ def observed_keys(kv_heads, head_dim, dtype, kind):
     if kind == "hostile":
         slow = head_dim // 4
         key[0, 2, 0, slow], key[0, 67, 0, -1], key[1, 5, 0, slow] = np.nan, np.inf, -np.inf
-        key[1, 7, 0, 0] = np.nan  # a fast channel, which does not count
+        key[1, 7, 0, 0] = np.nan  # a fast channel, which is not stored
         key[1, SIZE : 2 * SIZE] = np.nan
         key[1, 2 * SIZE : 3 * SIZE, :, slow] = 0.25
         key[1, 3 * SIZE :] *= np.logspace(-12, 4, SIZE)[:, None, None]
-        key[2, :SIZE] = np.round(key[2, :SIZE] * 2.0) / 2.0  # halves between codes
+        key[2, :SIZE] = np.round(key[2, :SIZE] * 2.0) / 2.0  # ties between quantized values
         key[2, SIZE, :, slow], key[2, SIZE + 1 : 2 * SIZE, :, slow] = 14.0, 0.0
-    with np.errstate(over="ignore"):  # to infinity
+    with np.errstate(over="ignore"):  # overflows to infinity
         return np.asarray(key, np.float32).astype(jnp.dtype(dtype))
 
 
 def piece(key, starts, ends):
-    """A span on block boundaries from `starts` to `ends`, and its keys; padding is NaN."""
+    """Returns a block-aligned span from `starts` to `ends`, and its keys; padding is NaN."""
     first = starts // SIZE
     width = max(1, int((-(-ends // SIZE) - first).max())) * SIZE
     place = first[:, None] * SIZE + np.arange(width)[None]
@@ -74,13 +74,13 @@ def beside_centres(codes):
 
 
 def assert_codes_of_specification(codes, key, lengths, maker):
-    """One operation at a time, so that no compiler joins two that round."""
+    """Compares op by op, so that no compiler fuses two roundings."""
     is_key = np.arange(key.shape[1])[None] < np.asarray(lengths)[:, None]
     keys = jnp.where(is_key[..., None, None], jnp.asarray(key), jnp.asarray(jnp.nan, key.dtype))
     keys = keys[..., algorithm.slow_channels(key.shape[-1])]
     wanted, offsets = algorithm.quantize_keys(keys.reshape(-1, SIZE, *keys.shape[2:]))
     wanted = np.asarray(wanted).reshape(codes.centre.shape)
-    # Blocks without a finite key have a zero point of 0, and offsets that are NaN.
+    # A block without a finite key has zero point 0 and NaN offsets.
     offsets = np.asarray(offsets).reshape(keys.shape)
     has_key = np.isfinite(wanted).repeat(SIZE, axis=1)
     found = np.where(is_key[..., None, None], np.asarray(beside_centres(codes)), 0.0)

@@ -27,11 +27,11 @@ DRAWN = Sampling(temperature=1.5)
 def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     directory = tmp_path_factory.mktemp("model")
     tensors = checkpoints.write_checkpoint(directory, tokenizer=True)
-    # It writes letters alone, so that its texts are the tokens that they are made of.
+    # Make it write only letters, so that its texts encode to the tokens it wrote.
     is_letter = [chr(byte).isalpha() and byte < 128 for byte in range(256)]
     tensors["lm_head.weight"] *= np.float32(is_letter)[:, None]
     checkpoints.write_tensors(directory, tensors)
-    # Dense programs are compiled in half the time; what they are of makes no difference to text.
+    # Dense programs compile in half the time, and text does not depend on the policy.
     return LanguageModel.load(directory, policy=sw.Dense(), progress=False)
 
 
@@ -50,10 +50,10 @@ def test_texts_of_a_list_are_those_of_its_prompts_in_order_and_share_programs(lm
     alone = [lm.generate(text, max_new_tokens=NEW) for text in prompts]
     before = generation._start._cache_size()
     assert lm.generate(prompts, max_new_tokens=NEW, batch_size=4) == alone
-    assert generation._start._cache_size() == before + 1  # that of four: the fifth goes alone
+    assert generation._start._cache_size() == before + 1  # batches of four; the fifth goes alone
     more = lm.generate([*prompts, "one", "more"], max_new_tokens=NEW, batch_size=4)
     assert more[:5] == alone and len(more) == 7
-    assert generation._start._cache_size() == before + 1  # of three, one goes twice
+    assert generation._start._cache_size() == before + 1  # three, one of them repeated
     assert lm.generate([]) == []
 
 
@@ -65,11 +65,11 @@ def test_a_gguf_file_is_a_model_and_its_tokenizer(tmp_path):
 
 
 def test_a_continuation_keeps_the_space_before_its_first_word(lm):
-    """Sentencepiece tokenizers leave out the first space of a text, and an answer is a text."""
+    """Sentencepiece tokenizers drop a text's first space, but an answer continues a text."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    # Each letter is a word: its byte's token is the letter with a space before it.
+    # Each letter is a word: the token of its byte is the letter with a space before it.
     letters = {i: "▁" * (i < 128 and chr(i).isalpha()) + chr(i) for i in range(256)}
     model = Tokenizer(models.WordLevel({token: i for i, token in letters.items()}))
     model.decoder = decoders.Sequence(
@@ -129,7 +129,7 @@ ASKED = ("Who walks?", "And then?", "Where?")
 
 
 def anew(lm, messages, **options):
-    """The answer to messages, read from the beginning."""
+    """Answers messages from the beginning, without a cache."""
     return lm.chat(messages, max_new_tokens=NEW, **options)
 
 
@@ -143,7 +143,7 @@ def test_a_conversation_reads_only_what_is_new_and_answers_as_if_it_read_all(lm)
             {"role": "user", "content": text},
             {"role": "assistant", "content": answer},
         ]
-        # After the first turn: a line end, and the turn itself.
+        # Later turns read a line end and the new turn.
         written = len(f"user: {text}\nassistant: ")
         assert talk.num_read == (written + 1 if turn else len("system: Be brief.\n") + written)
 
@@ -151,7 +151,7 @@ def test_a_conversation_reads_only_what_is_new_and_answers_as_if_it_read_all(lm)
 def test_what_the_cache_does_not_hold_is_read_anew(lm):
     talk = lm.conversation(max_new_tokens=NEW)
     talk.send(ASKED[0])
-    talk.messages[-1]["content"] = "Nobody"  # as a template that leaves something out
+    talk.messages[-1]["content"] = "Nobody"  # as if a template had changed the history
     answer = talk.send(ASKED[1])
     assert talk.num_read == len(
         f"user: {ASKED[0]}\nassistant: Nobody\nuser: {ASKED[1]}\nassistant: "
@@ -217,10 +217,10 @@ def test_what_is_no_policy_is_refused_at_once(lm, wrong):
         lm.with_policy(wrong)
     if wrong is not None:
         with pytest.raises(ValueError, match="policy must be a policy such as SketchWalkConfig"):
-            LanguageModel.load("nowhere", policy=wrong)  # before anything is read
+            LanguageModel.load("nowhere", policy=wrong)  # refused before loading
 
 
-# What is no text, and what is said of it: never that the tokenizer's files are damaged.
+# Inputs that are no text, and their messages, which never blame the tokenizer's files.
 NO_TEXTS = {
     "tokens": (lambda lm: lm.generate([1, 2]), "text must be a string, got 1"),
     "an array": (lambda lm: lm.generate(np.arange(3)), "prompts must be a string or a list"),

@@ -1,4 +1,4 @@
-"""One layer with its own cache: the library's model, layer by layer, put together by hand."""
+"""One layer with its own cache: the library's model, assembled by hand layer by layer."""
 
 import functools
 
@@ -37,7 +37,7 @@ SHAPE = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def own_caches(config, batch):
-    """A cache for the dense first layer, and those of the others, stacked."""
+    """Makes a cache for the dense first layer, and stacked ones for the others."""
     make = functools.partial(init_layer_cache, batch, CAPACITY, **SHAPE)
     one = make(policy=config)
     stacked = jax.tree.map(lambda x: jnp.stack([x] * (MODEL.num_layers - 1)), one)
@@ -46,7 +46,7 @@ def own_caches(config, batch):
 
 @functools.partial(jax.jit, static_argnames="config")
 def own_model(params, tokens, lengths, caches, *, config):
-    """A model whose attention is the one-layer function, in a scan over layers and their caches."""
+    """Runs a model with the one-layer function, in a scan over layers and their caches."""
     positions = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def dense(query, key, value, layer, state):

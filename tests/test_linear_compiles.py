@@ -1,4 +1,4 @@
-"""The kernels of matrix products of few rows, and of the mlp's rows, compile without spills."""
+"""The kernels of decode matmuls and of the mlp's SwiGLU compile without spills."""
 
 import linear_cases
 import pytest

@@ -1,4 +1,4 @@
-"""Phases, batches and shared prefills, against `generate`, `forward`, `prefill`, `decode_step`."""
+"""Phases, batches and shared prefills against `generate`, `forward`, `prefill`, `decode_step`."""
 
 import dataclasses
 
@@ -22,9 +22,9 @@ SPARSE = Rule("sketchwalk", "damped", 0.4)
 RELEASED = Rule("sketchwalk", "released")
 FULL = Rule("sketchwalk", "paper", 1.0)
 WANTED = {DENSE: ("both",), SPARSE: PHASES, RELEASED: PHASES}
-# A rule that looks at the end of a prompt, and all of its programs once more.
+# RELEASED looks at the end of a prompt, and needs all programs once more.
 RULES = (SPARSE, pytest.param(RELEASED, marks=pytest.mark.slow))
-# Tasks on every change: an answer behind the prompt, one within it, and none.
+# Tasks on every change: an answer after the prompt, one within it, and none.
 KEPT = ("multi_key", "mid_prompt", "text_loss")
 CLOSE = tolerance("logits")
 
@@ -36,7 +36,7 @@ def weights():
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What scoring was given: `(task, kind)` to a list of arrays, one per rule and phase."""
+    """Collects inputs of scoring: `(task, kind)` to a list of arrays, one per rule and phase."""
     seen = {}
 
     def note(kind, result):
@@ -58,7 +58,7 @@ def answers(monkeypatch):
 
 
 def _run(weights, some, answers, *, batch=3, wanted=WANTED):
-    """Outcomes by rule and phase, and what was scored, in the same order."""
+    """Returns outcomes by rule and phase, and the scored inputs in the same order."""
     answers.clear()
     measurement = Measurement(weights, MODEL, batch=batch)
     prompts = make_prompts(some, batch=batch, num_tokens=LENGTH)
@@ -93,9 +93,9 @@ def _padded(some):
 
 
 def _one_by_one(weights, some, prompts, rule, phase):
-    """What `prefill` and `decode_step` make of prompts: the likeliest tokens, or losses, and pairs.
+    """Runs `prefill` and `decode_step`; returns the likeliest tokens or losses, and pairs.
 
-    Everything up to the question is read where an answer is among the tokens; what follows is fed.
+    If the answer is among the tokens, those up to the question are prefilled, the rest is fed.
     """
     tokens, lengths = _padded(some)
     is_within, is_loss = some[0].task in WITHIN, some[0].task == "text_loss"
@@ -202,7 +202,7 @@ def test_full_density_equals_dense(weights, answers, task):
             == 1
         )
         for row in range(3):
-            # Where dense reads the answer, decoding may differ after its first token.
+            # Dense attention reads the answer's tokens; decoding may differ after the first.
             is_read = task in WITHIN and task != "text_loss"
             start = prompts.num_forced[row] if is_read and phase != "prefill" else 0
             size = 1 if is_read else {"text_loss": 64}.get(task, prompts.num_steps[row] + 1)

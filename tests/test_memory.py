@@ -1,4 +1,4 @@
-"""Memory of compiled programs at 32K tokens: nothing of tokens × tokens, no copy of the cache.
+"""Memory of compiled programs at 32K tokens: no tokens × tokens array, no copy of the cache.
 
 Programs are compiled for abstract arguments and never run.
 """
@@ -72,9 +72,9 @@ def compile_program(function, *arguments, donated: tuple[int, ...] = ()):
 
 
 def buffers(compiled) -> Iterator[tuple[str, int]]:
-    """Dtype and size, in elements, of all that a program writes to memory.
+    """Yields dtype and number of elements of all arrays that a program writes to memory.
 
-    The insides of fusions are left out: what stands there lives in registers.
+    Instructions inside fusions do not count: their results stay in registers.
     """
     text = compiled.as_text()
     fused = set(re.findall(r" fusion\(.*?calls=(%[\w.-]+)", text))
@@ -92,7 +92,7 @@ def assert_nothing_quadratic(compiled) -> None:
 
 
 def assert_no_float32_keys(compiled) -> None:
-    """Keys are bfloat16: a float32 array as large as one layer's is a converted copy."""
+    """Keys are bfloat16, so a float32 array as large as one layer's keys is a converted copy."""
     largest = max(size for dtype, size in buffers(compiled) if dtype == "f32")
     assert largest < NUM_TOKENS * NUM_KV_HEADS * HEAD_DIM
 
@@ -122,7 +122,7 @@ def test_prefill_attention_holds_the_queries_twice_and_no_more(is_sparse, is_sta
     compiled = compile_program(attend, QUERY, key, key, selection, abstract(()))
     assert_nothing_quadratic(compiled)
     assert_no_float32_keys(compiled)
-    # Queries are laid out by key/value head once; a copy of the keys would not fit any more.
+    # Allow one transposed copy of the queries, but no copy of the keys.
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary < num_bytes(QUERY) + num_bytes(KEY)
 
@@ -213,7 +213,7 @@ def test_whole_prefill_copies_no_cache():
     read = functools.partial(prefill, model_config=MODEL, policy=config)
     compiled, cache = compile_with_cache(read, config, abstract((1, NUM_TOKENS)))
     assert_nothing_quadratic(compiled)
-    # Queries and outputs of one layer, by token and by head; a cache on top would not fit.
+    # Allow queries and outputs of one layer in two layouts, but no copy of the cache.
     assert_cache_is_updated_in_place(compiled, cache, limit=5 * num_bytes(QUERY))
 
 
@@ -228,7 +228,7 @@ def test_generation_from_a_cache_copies_no_cache():
     compiled, cache = compile_with_cache(continue_generation, config, abstract((1, SIZE)))
     assert_nothing_quadratic(compiled)
     assert_no_float32_keys(compiled)
-    # The density is counted afresh, so its few bytes are not reused.
+    # Density is counted anew, so its few bytes are not reused.
     cache = dataclasses.replace(cache, density=())
     assert_cache_is_updated_in_place(compiled, cache, limit=num_bytes(STACKED_KEY) // 2)
 

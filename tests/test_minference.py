@@ -1,4 +1,4 @@
-"""MInference against its rule, set by set, and what follows from it."""
+"""MInference against its rule as sets, and consequences of the rule."""
 
 import dataclasses
 import functools
@@ -29,16 +29,16 @@ SIZE = 16
 NUM_BLOCKS = CAPACITY // SIZE
 LENGTHS = (311, 130, 64, 17, 1)
 SPARSE = MInferenceConfig(block_size=SIZE, vertical=36, slash=112)
-# At their floors: 30 columns, all forced, and the nearest 50 offsets.
+# Counts at their minimum: 30 columns, all forced, and the nearest 50 offsets.
 LEAST = dataclasses.replace(SPARSE, scale=0.0)
-# Nothing but what is forced, the farthest offset on a block boundary.
+# Only forced columns and offsets; the farthest offset is on a block boundary.
 FORCED = dataclasses.replace(SPARSE, vertical=30, slash=65)
 CONFIGS = (SPARSE, LEAST, FORCED)
 GAP = 1e-5
 
 
 def kept_lines(config, query, key):
-    """Columns and offsets of every head, and the smallest gap at the edge of what is kept."""
+    """Returns kept columns and offsets of every head, and the smallest gap at their edge."""
     n, size = len(query), len(query) - min(64, len(query))
     group, gap, found = query.shape[1] // key.shape[1], np.inf, []
     v = min(n, max(round(config.scale * config.vertical), 30))
@@ -60,7 +60,7 @@ def kept_lines(config, query, key):
 
 
 def attended_keys(config, columns, offsets, position: int) -> set[int]:
-    """Keys of one query: ranges of its block's offsets, and columns, up to itself."""
+    """Returns one query's keys: its block's ranges of offsets, and columns, up to itself."""
     start = position // config.block_size * config.block_size
     keys = set(columns)
     for offset in offsets:
@@ -69,7 +69,7 @@ def attended_keys(config, columns, offsets, position: int) -> set[int]:
 
 
 def by_rule(config, query, key):
-    """Blocks of every head and row."""
+    """Computes blocks of every head and row by the rule."""
     size, found = config.block_size, []
     for columns, offsets in kept_lines(config, query, key)[0]:
         rows = []
@@ -111,14 +111,14 @@ def test_heads_differ_and_leave_most_of_a_long_prompt_out():
 
 
 def token_mask(config, query, key, *, lengths):
-    """The pairs of the rule before they are rounded out to blocks, `[B, N, T, T]`."""
+    """Returns the rule's pairs before rounding out to blocks, `[B, N, T, T]`."""
     num_tokens, size = query.shape[1], config.block_size
     position = jnp.arange(num_tokens, dtype=jnp.int32)
     span = Span(jnp.zeros_like(lengths), position[None, :] < lengths[:, None], lengths, lengths)
     last = lines.last_queries(query, span, block_size=size, count=64)
     columns, offsets = config._kept_lines(*last, key, lengths)
-    # Of key `s`, `size · i + size - 1 - s` is the distance from the end of block `i`; the key is in
-    # a range of the block if one of the offsets from this distance down to `size - 1` less is kept.
+    # Key `s` is `size · i + size - 1 - s` before the end of block `i`. It is in a range of the
+    # block if an offset from this distance down to `size - 1` less is kept.
     count = jnp.cumsum(jnp.pad(offsets, ((0, 0), (0, 0), (size, 0))), -1, dtype=jnp.int32)
     in_reach = count[..., size:] > count[..., :-size]
     last_of_block = position // size * size + size - 1
@@ -163,7 +163,7 @@ def test_blocks_are_the_token_mask_rounded_out():
     )
     attended = jax.jit(type(selection).attended_pairs)(selection, rows, queries)
     np.testing.assert_allclose(attended, [pairs / HEADS[0]], **tolerance("density"))
-    assert mask.sum() / HEADS[0] < pairs / HEADS[0]  # density is reported after rounding
+    assert mask.sum() / HEADS[0] < pairs / HEADS[0]  # density is measured after rounding
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
@@ -243,7 +243,7 @@ def test_one_layer_as_a_function():
     expected = jax.nn.dot_product_attention(query, key, key, mask=mask)
     for row, length in enumerate([300, 200]):
         np.testing.assert_allclose(out[row, :length], expected[row, :length], **tolerance("paths"))
-    np.testing.assert_array_equal(after.scores, walk.scores)  # of no use to it
+    np.testing.assert_array_equal(after.scores, walk.scores)  # it does not use the walk
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What does not fit is refused before anything runs, and the message says what and what to do."""
+"""Arguments that do not fit are refused before anything runs, with advice in the message."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.quest import QuestConfig
 
-pytestmark = pytest.mark.unchecked  # as a user's call
+pytestmark = pytest.mark.unchecked  # a user's call
 
 PAPER = POLICIES["paper"]
 TOKENS, LENGTHS = tiny.prompts(40, 20)
@@ -61,7 +61,7 @@ def weights():
 
 
 def calls_of(weights, model_config=MODEL, tokens=TOKENS):
-    """Every function that takes parameters, by name."""
+    """Returns every function that takes parameters, by name."""
     options = OPTIONS | {"model_config": model_config}
 
     def cache():
@@ -90,7 +90,7 @@ def test_a_tree_of_another_number_of_layers_is_refused(name):
 
 
 def changed(weights, change):
-    """A copy of the tree, after `change`."""
+    """Copies the tree and applies `change`."""
     copy = jax.tree.map(lambda x: x, weights)
     change(copy)
     return copy
@@ -172,7 +172,7 @@ def test_caches_of_thresholds_and_without_statistics(weights):
     options = {"model_config": MODEL, "max_new_tokens": 1}
     with pytest.raises(ValueError, match="thresholds"):
         generate(weights, TOKENS, policy=adamas, cache=made(shifted), **options)
-    # A cache with statistics would miss the dense call's tokens.
+    # Statistics would miss the tokens of a dense call.
     with pytest.raises(ValueError, match="Dense with no statistics, got one with statistics of"):
         generate(weights, TOKENS, policy=Dense(block_size=16), cache=made(), **options)
 
@@ -324,7 +324,7 @@ def test_an_attribute_of_another_type_is_refused_by_its_name(case):
 
 
 def test_logits_that_are_not_finite_are_reported(weights):
-    """Of the sequence whose tokens they are, and of no other."""
+    """The report names the sequence with such tokens, and no other."""
     bad = changed(
         weights,
         lambda x: x["embed"].update(embedding=x["embed"]["embedding"].at[62].set(jnp.nan)),
@@ -367,7 +367,7 @@ def test_a_generation_and_a_cache_print_in_one_line(weights):
 
 
 class Device:
-    """A device with a little memory."""
+    """A stand-in for a device with little memory."""
 
     def __init__(self, free):
         self.free = free
@@ -389,7 +389,7 @@ def test_too_little_memory_is_said_before_the_attempt(weights, monkeypatch):
             free = size - 1
             with pytest.raises(memory.OutOfDeviceMemory, match="0.09 MiB free for the cache of 2 "):
                 function(weights, TOKENS, max_new_tokens=2, max_tokens=42, **OPTIONS)
-    assert memory.free_bytes(weights["embed"]["embedding"]) is None  # a CPU does not say
+    assert memory.free_bytes(weights["embed"]["embedding"]) is None  # CPUs do not report it
 
 
 def test_a_failure_for_want_of_memory_ends_with_advice(weights, monkeypatch):
@@ -439,7 +439,7 @@ def test_lengths_are_compared_with_what_was_given_and_not_with_its_padding(weigh
 
 X = jnp.ones((1, 64, 4, 16))
 RAGGED = [[1], [2, 3]]
-# Calls with arguments in the wrong place, or of the wrong kind, and what is said.
+# Arguments in the wrong place or of the wrong kind, and their messages.
 CONFUSED = {
     "ragged tokens": (lambda w: generate(w, RAGGED, max_new_tokens=1, **OPTIONS), "got a list"),
     "ragged in buckets": (lambda w: in_buckets(w, RAGGED), "tokens must be an integer array"),
@@ -508,7 +508,7 @@ def test_confused_arguments_are_named_in_a_line(weights, name):
 
 
 def configurations():
-    """One of every class whose fields a user sets, by name."""
+    """Makes one of every class whose fields a user sets, by name."""
     found = {name: by_name(name) for name in policies.POLICIES}
     found |= {one: by_name("sketchwalk", preset=one) for one in policies.PRESETS}
     found |= {"Sampling": Sampling(), "KernelConfig": KernelConfig(), "RopeConfig": RopeConfig()}
@@ -524,7 +524,7 @@ CONFIGURATIONS = configurations()
 def test_a_field_of_a_wrong_type_is_named(name):
     made = CONFIGURATIONS[name]
     for field in dataclasses.fields(made):
-        for value in WRONG[field.name == "fingerprint" :]:  # which may be any text
+        for value in WRONG[field.name == "fingerprint" :]:  # it may be any text
             with pytest.raises(ValueError, match=rf"\b{field.name}\b"):
                 dataclasses.replace(made, **{field.name: value})
 
@@ -568,7 +568,7 @@ def test_arrays_without_entries_are_refused_by_every_attention(empty):
     }
     for name, function in attend.items():
         if name in ("function", "module") and empty in ("T", "S"):
-            continue  # cross-attention, which is refused by another error
+            continue  # cross-attention raises another error
         with pytest.raises(ValueError, match="must have no axis of size 0, got shape"):
             function(query, key, key)
     with pytest.raises(ValueError, match="must have no axis of size 0, got shape"):

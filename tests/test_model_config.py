@@ -1,4 +1,4 @@
-"""Translation of config.json, its refusals, and the parameter shapes that follow from it."""
+"""Translation of config.json, its refusals, and the resulting parameter shapes."""
 
 import math
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_every_spelling_of_rope_means_the_same(spelling: str):
     )
 
 
-# What a config.json without these keys means in transformers.
+# transformers' meaning of a config.json without these keys.
 ABSENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "head_dim absent": ("llama", {"head_dim": ...}, {"head_dim": 8}),
     "head_dim null": ("qwen2", {"head_dim": None}, {"head_dim": 8}),

@@ -1,4 +1,4 @@
-"""Which attributes of config.json are refused, which are ignored, and what the messages say."""
+"""Attributes of config.json that are refused or ignored, and the messages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The example of the guide to model families runs as it stands, and loads what it says it loads."""
+"""The example of the guide to model families runs unchanged, and loads its model."""
 
 import json
 
@@ -14,7 +14,7 @@ from sketchwalk_jax.models.hf_config import FAMILIES
 
 
 def write_mistral(directory, **changes):
-    """A Llama's checkpoint that says it is a Mistral; returns its `config.json`."""
+    """Writes a Llama checkpoint that claims to be a Mistral; returns its `config.json`."""
     write_checkpoint(directory)
     path = directory / "config.json"
     raw = json.loads(path.read_text()) | {"model_type": "mistral", "sliding_window": None} | changes
@@ -27,7 +27,7 @@ TOKENS = np.arange(40, dtype=np.int32)[None] % 250 + 2
 
 @pytest.fixture
 def family(repository, tmp_path):
-    """The record of the example; what is added to the registry is gone after the test."""
+    """Registers the example's model family for one test."""
     before = dict(FAMILIES)
     page = repository / "models" / "README.md"
     yield guides.load_example(page, tmp_path / "mistral.py").MISTRAL
@@ -36,7 +36,7 @@ def family(repository, tmp_path):
 
 
 def test_the_example_loads_and_generates(family, repository, tmp_path):
-    """With the arithmetic of a Llama of the same weights, as transformers' Mistral has it."""
+    """It computes a Llama with the same weights, like transformers' Mistral."""
     write_mistral(tmp_path / "mistral")
     write_checkpoint(tmp_path / "llama")
     scope = {"sw": sw, "MISTRAL": family, "directory": tmp_path / "mistral", "tokens": TOKENS}

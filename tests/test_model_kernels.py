@@ -1,6 +1,6 @@
-"""Models and layers with kernels of several operations, as they are without any.
+"""Models and layers with kernels give the same results as without.
 
-Interpreted, as compiled, or on a GPU. What a single kernel computes is tested by its operation.
+Interpreted, as compiled, or on a GPU. Each operation tests its kernel alone.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-# Lists that no rounding changes
+# Rounding cannot change these lists.
 GENERATION = {
     "everything": SketchWalkConfig.paper(density=1.0, dense_layers=1),
     "everything by the default": SketchWalkConfig.recommended(density=1.0),
@@ -48,9 +48,9 @@ GENERATION = {
 @pytest.mark.skipif(INTERPRET, reason="too much for the interpreter")
 @pytest.mark.parametrize("name", GENERATION)
 def test_generation_takes_the_kernels_and_answers_alike(name):
-    """Prefill and decode of a model: stacked caches, layers in a scan, tokens in a loop."""
+    """This covers stacked caches, layers in a scan, and tokens in a loop."""
     tokens, lengths = tiny.prompts(150, 70)
-    model = dataclasses.replace(tiny.MODEL, head_dim=64, num_layers=3)  # 64 are the least features
+    model = dataclasses.replace(tiny.MODEL, head_dim=64, num_layers=3)  # the smallest head_dim
     params = tiny.params(jnp.bfloat16, model)
     options = {"policy": GENERATION[name], "max_new_tokens": 3, "lengths": jnp.asarray(lengths)}
 
@@ -68,7 +68,7 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
     wanted = program(params, tokens, implementation="xla")
     for row, length in enumerate(lengths):
         one, other = (np.asarray(x[:, row, :length], np.float32) for x in (keys, wanted))
-        # Deeper layers see the rounding of all before them: distances of whole layers.
+        # Deeper layers accumulate rounding: compare norms over whole layers.
         distance = np.linalg.norm((one - other).reshape(len(one), -1), axis=1)
         assert (distance < 0.03 * np.linalg.norm(other.reshape(len(one), -1), axis=1)).all()
 
@@ -78,7 +78,7 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["paper", "recommended"])
 def test_a_layer_before_a_bad_token_is_equal_in_earlier_blocks_and_finite(name):
-    """Rows of the bad token's own block may list other blocks: selection is block-causal."""
+    """Selection is block-causal: rows of the bad token's block may list other blocks."""
     rng, config = np.random.default_rng(3), getattr(SketchWalkConfig, name)(density=0.6)
     arrays = [rng.standard_normal((2, 190, heads, 64), np.float32) for heads in (2, 1, 1)]
     options = {"policy": config, "implementation": "mosaic_gpu", "kernel_config": CONFIG}
@@ -232,7 +232,7 @@ def test_the_gating_kernel_runs_where_rows_are_whole(monkeypatch):
 
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, monkeypatch):
-    """A T4 has no kernel; an A100's does not take quantised weights."""
+    """A T4 has no kernel; the one for an A100 does not take quantized weights."""
     monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere" if weights else None)
     monkeypatch.setattr(dispatch, "is_gpu", lambda: True)
     settings = LayerSettings(policy=Dense(), on_one_device=True)
@@ -254,7 +254,7 @@ def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, mon
     for one, other in zip(linear(x[None], multiply), linear(x[None], None), strict=True):
         chex.assert_equal_shape((one, other))
         assert one.dtype == other.dtype
-        # Of 128 products of order one, whose factors or sums are rounded in other places.
+        # Sums of 128 products of order one, rounded at other places.
         np.testing.assert_allclose(one.astype("f4"), other.astype("f4"), rtol=0.02, atol=0.15)
     linear(jnp.tile(x, (2, 1))[None], multiply)
-    assert asked == [True, False]  # of more rows it makes no more than matrix products would
+    assert asked == [True, False]  # more rows run as a matmul

@@ -1,7 +1,6 @@
-"""Steps of real models, compiled for GPUs, copy no weights, no cache and no statistics.
+"""Steps of real models, compiled for GPUs, copy no weights, cache or statistics.
 
-A layer of a decoded token launches little besides its kernels, each of which takes a microsecond to
-start.
+In decode, a layer launches little besides its kernels: each launch takes a microsecond.
 """
 
 import re
@@ -13,8 +12,7 @@ from compiling import compile_for
 from variants import slow_unless
 
 FILE = Path(__file__).parent / "model_cases.py"
-# Each with the most that one of its layers may launch; in long caches, as these are, one of them
-# adds up heads for the lists.
+# Limits of launches per layer. In caches as long as these, one launch adds up heads for the lists.
 DECODING = {
     "decode_llama_8b": 21,
     "decode_llama_8b_float8": 17,
@@ -28,17 +26,17 @@ DECODING = {
     "decode_llama_1b_on_ampere_dense": 20,
 }
 READING = ("read_llama_8b", "read_llama_8b_dense")
-# Activations of 32,768 tokens, the widest those of the mlp: 0.94e9. The head has 1.05e9, the cache
-# eight times as many.
+# Activations of 32,768 tokens are at most 0.94e9 bytes, in the mlp. The output matrix has 1.05e9,
+# the cache eight times as many.
 ACTIVATIONS = 10**9
-A_FEW_ROWS = 6 * 2**20  # the logits of eight sequences and their sums
+A_FEW_ROWS = 6 * 2**20  # logits of eight sequences and their sums
 _WIDE_WEIGHT = re.compile(r"= \(?(?:bf16|f32)\[(?:1,)?(?:4096|14336|1024),(?:4096|14336)\]")
 _WIDE_ROWS = re.compile(r"= \(?\w+\[(?:1,)?32832,14336\]")
 IN_PLACE = ("dynamic_update_slice", "scatter")
 
 
 def written(found: dict, *, limit: int) -> list[str]:
-    """Instructions that write more than so many bytes, but those that replace a few in place."""
+    """Returns instructions that write more bytes than the limit, except updates in place."""
     return [
         line
         for size, line in found["writes"]
@@ -66,9 +64,9 @@ def test_a_decoded_token_copies_nothing(name):
 @pytest.mark.hopper
 @pytest.mark.slow
 def test_a_token_on_a_gpu_without_kernels_copies_nothing():
-    """On a T4 XLA reads weights and caches where they lie."""
+    """On a T4, XLA reads weights and caches in place."""
     found = compile_program("decode_llama_1b_on_turing_dense")
-    scores = 2 * 2**20  # of 32 heads and 16,384 tokens, the largest array that is written
+    scores = 2 * 2**20  # scores of 32 heads and 16,384 tokens, the largest array that is written
     assert written(found, limit=scores) == []
     assert found["temporary_bytes"] < 16 * 2**20
 
@@ -76,7 +74,7 @@ def test_a_token_on_a_gpu_without_kernels_copies_nothing():
 @pytest.mark.hopper
 @pytest.mark.slow
 def test_greedy_tokens_ask_the_host_after_several():
-    """Whether there is another one is all that they ask; drawn tokens ask how, and each time."""
+    """Greedy decoding asks only whether to continue; sampling asks its options for each token."""
     greedy, drawn = (compile_program(f"generate_llama_1b{one}") for one in ("", "_drawn"))
     assert greedy["questions"] == 1 < drawn["questions"]
     for found in (greedy, drawn):
@@ -96,15 +94,15 @@ def test_a_piece_of_a_prompt_copies_neither_cache_nor_head(name):
 def test_two_gpus_share_a_piece_of_a_prompt():
     found = compile_program("read_llama_8b_on_2")
     assert written(found, limit=2**29) == []
-    # 513 rows, as the first may begin inside a block, scored by eight heads each, 520 with those
-    # that fill the last program, or some of them at a time; then what 128 early rows have beyond
-    # that, in three parts of 32 queries.
+    # Page scores of 513 rows, as the first may begin inside a block, and eight heads each; 520 with
+    # the padding of the last thread block, or fewer in parts. Then those of 128 early rows, in
+    # three parts of 32 queries.
     reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
     gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
-    assert reduced == [513 * 64 * 4096 * 2] * 3  # hidden states: of a layer twice, and embeddings
+    assert reduced == [513 * 64 * 4096 * 2] * 3  # hidden states: two per layer, and embeddings
     of_a_row = 8192 * 8 * 4
     assert len(gathered) == 3 and gathered[0] <= 520 * of_a_row
-    assert gathered[1] <= 128 * 3 * of_a_row and gathered[2] == 128256 * 2  # the logits
+    assert gathered[1] <= 128 * 3 * of_a_row and gathered[2] == 128256 * 2  # logits
 
 
 @pytest.mark.hopper
@@ -112,13 +110,13 @@ def test_two_gpus_share_a_piece_of_a_prompt():
 def test_two_gpus_share_the_rows_of_a_piece():
     found = compile_program("read_llama_8b_by_rows")
     assert written(found, limit=2**29) == []
-    # Rows in four pieces, 516 in all; keys and values of these, and of the cache.
+    # Rows in four pieces, 516 in all; their keys and values, and the whole cache's.
     reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
     gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
     of_a_token = 8 * 128 * 2
     assert max(reduced) <= 4096 * 2  # one hidden state
     assert sorted(gathered) == [516 * 64 * of_a_token] * 2 + [131072 * of_a_token] * 2
-    # What the cache holds, the most of it, travels while products or kernels run.
+    # The cache is the most; its transfer overlaps matmuls or kernels.
     behind = [count for size, count in found["overlaps"] if size == 131072 * of_a_token]
     assert len(behind) == 2 and min(behind) > 0
 
@@ -128,7 +126,7 @@ def test_two_gpus_share_the_rows_of_a_piece():
 def test_a_prompt_travels_while_its_rows_are_computed():
     found = compile_program("read_llama_8b_by_rows_at_once")
     assert written(found, limit=2**31) == []
-    # Keys while queries are projected, values while those that represent rows are chosen.
+    # Keys travel during the query projection, values during the choice of representatives.
     (keys, during_keys), (values, during_values) = found["overlaps"]
     assert keys == values == 131072 * 8 * 128 * 2
     assert during_keys > 0 and during_values > 1
@@ -144,10 +142,10 @@ def test_two_gpus_decode_a_token(name, launches):
     assert written(found, limit=A_FEW_ROWS) == []
     assert found["temporary_bytes"] < 2**21
     assert found["launches"][0] <= launches
-    assert max(size for _, size in found["sends"]) < 2**20  # logits, and shares
+    assert max(size for _, size in found["sends"]) < 2**20  # logits and shares
 
 
-# Weights of each product of a layer, outputs first.
+# Shapes of the weights of each matmul in a layer, outputs first.
 _PRODUCTS = {
     "query": "[4096,4096]",
     "key": "[1024,4096]",
@@ -160,7 +158,7 @@ _PRODUCTS = {
 
 
 def products_of_layers(found: dict) -> dict[str, set[tuple[str, str]]]:
-    """Operands of each of a layer's products, by the name of its weights."""
+    """Returns the operands of each of a layer's matmuls, by the name of its weights."""
     operands: dict[str, set[tuple[str, str]]] = {}
     for name, left, right in found["products"]:
         for own in set(name.split("/")) & set(_PRODUCTS):
@@ -169,7 +167,7 @@ def products_of_layers(found: dict) -> dict[str, set[tuple[str, str]]]:
 
 
 def multiplied_wide(found: dict) -> list[str]:
-    """Weights of a layer that some product does not multiply as float8, or that none multiplies."""
+    """Returns weights of a layer that are not always multiplied as float8."""
     operands = products_of_layers(found)
     return [
         name
@@ -183,7 +181,7 @@ def multiplied_wide(found: dict) -> list[str]:
 
 
 def widened(found: dict) -> list[str]:
-    """Instructions that write weights in more than eight bits."""
+    """Returns instructions that write weights in more than eight bits."""
     return [line for _, line in found["writes"] if _WIDE_WEIGHT.search(line)]
 
 
@@ -193,8 +191,8 @@ def test_a_prompt_is_multiplied_in_eight_bits():
     assert multiplied_wide(found) == []
     assert widened(found) == []
     assert written(found, limit=ACTIVATIONS) == []
-    # Between its products the mlp is one kernel, which reads them as they come: XLA writes products
-    # alone in rows of the mlp's channels.
+    # One kernel runs between the mlp's matmuls and reads their outputs directly: only matmuls write
+    # rows with the mlp's channels.
     assert [x for x in found["writes"] if _WIDE_ROWS.search(x[1]) and "gemm" not in x[1]] == []
 
 

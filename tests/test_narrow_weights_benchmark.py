@@ -1,4 +1,4 @@
-"""The benchmark of what narrow weights change of a model's distributions."""
+"""The benchmark that compares models' distributions with and without quantized weights."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ import tables  # noqa: E402
 
 
 def test_distributions_are_compared_as_the_equations_say(monkeypatch):
-    monkeypatch.setattr(narrow_weights, "_CHUNK", 4)  # of which the last one is not full
+    monkeypatch.setattr(narrow_weights, "_CHUNK", 4)  # the last chunk is not full
     params = init_params(jax.random.key(0), tiny.MODEL)
     rng = np.random.default_rng(0)
     exact, hidden = rng.normal(size=(2, 1, 11, tiny.MODEL.hidden_size)).astype(np.float32)
@@ -83,7 +83,7 @@ def test_every_type_of_weights_is_measured_and_shown(tmp_path, monkeypatch):
     assert parts.keys() > narrow_weights.PARTS.keys()
     assert all(0 < parts[one] < kl["float8"] for one in narrow_weights.PARTS)
     assert 0 < parts[narrow_weights.WIDENED] < kl["float8"]
-    # Models of another text or seed are not added to the file.
+    # Results for another text or seed are not added to the file.
     monkeypatch.setattr(sys, "argv", [*command, "--seed", "3"])
     before = out.read_bytes()
     with pytest.raises(SystemExit, match="seed 0 there, 3 now"):

@@ -1,4 +1,4 @@
-"""Tokens that are NaN or infinite: what they reach, and what every list holds all the same."""
+"""Tokens that are NaN or infinite: which outputs they reach, and which blocks stay listed."""
 
 import functools
 
@@ -37,7 +37,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import select_blocks
 
 SIZE, LENGTH, NUM_LAYERS, HEADS, HEAD_DIM = 16, 160, 3, (4, 2), 16
-BAD = 85  # the token; rows of blocks before its own are to stay as they are
+BAD = 85  # the token; rows of earlier blocks must not change
 BAD_ROW = BAD // SIZE
 SPARSE = {"block_size": SIZE, "dense_layers": 0, "density": 0.4}
 POLICIES = {
@@ -51,12 +51,12 @@ POLICIES = {
     "oracle": OracleConfig(**SPARSE, sink_blocks=2, local_blocks=2),
     "oracle_max": OracleConfig(**SPARSE, aggregation="max"),
 }
-# What is put into the first of two sequences, at one token of every layer.
+# The bad value at one token of every layer, in the first of two sequences.
 BAD_TOKENS = {
     "key nan": ("key", np.nan),
     "key inf": ("key", np.inf),
     "key -inf": ("key", -np.inf),
-    "key huge": ("key", 3e38),  # whose scores overflow
+    "key huge": ("key", 3e38),  # scores overflow
     "query nan": ("query", np.nan),
     "query inf": ("query", np.inf),
     "value nan": ("value", np.nan),
@@ -67,7 +67,7 @@ FEW = ("damped", "recommended", "oracle")
 
 @functools.cache
 def draw():
-    """Queries, keys and values `[L, 2, T, heads, H]`."""
+    """Draws queries, keys and values `[L, 2, T, heads, H]`."""
     shape = {"num_layers": NUM_LAYERS, "num_tokens": LENGTH, "spread": 0.7}
     drawn = [cases.draw_layers(seed, heads=HEADS, head_dim=HEAD_DIM, **shape) for seed in (0, 1)]
     names = ("queries", "keys", "values")
@@ -75,7 +75,7 @@ def draw():
 
 
 def spoiled(where, what):
-    """The arrays with one bad token."""
+    """Copies the arrays and adds one bad token."""
     arrays = dict(zip(("query", "key", "value"), draw(), strict=True))
     arrays[where] = arrays[where].copy()
     arrays[where][:, 0, BAD] = what
@@ -84,7 +84,7 @@ def spoiled(where, what):
 
 @functools.partial(jax.jit, static_argnames="config")
 def run(query, key, value, *, config):
-    """Lists, walk states and outputs of every layer."""
+    """Returns lists, walk states and outputs of every layer."""
     batch, num_blocks = query.shape[1], LENGTH // config.block_size
     lengths = jnp.full((batch,), LENGTH, jnp.int32)
     first = jnp.zeros_like(lengths)
@@ -107,7 +107,7 @@ def run(query, key, value, *, config):
 
 
 def by_layer(found):
-    """Results of a run as NumPy arrays, layer by layer."""
+    """Splits a run's results by layer, as NumPy arrays."""
     found = jax.tree.map(np.asarray, found)
     return [jax.tree.map(lambda x, layer=layer: x[layer], found) for layer in range(NUM_LAYERS)]
 
@@ -118,7 +118,7 @@ def clean(name):
 
 
 def assert_forced(config, ids, counts):
-    """Every row has its first blocks and its last ones, each block once, in ascending order."""
+    """Checks that every row lists its first and last blocks, ascending and without repetition."""
     blocks = getattr(config, "sink_blocks", 1), getattr(config, "local_blocks", 1)
     sink, local = getattr(config, "forced", blocks)
     pages = getattr(config, "pages", 1)
@@ -133,7 +133,7 @@ def assert_forced(config, ids, counts):
 def test_rows_before_a_bad_token_are_bit_equal_and_forced_blocks_stay(name, bad):
     config, wanted = POLICIES[name], clean(name)
     found = by_layer(run(*spoiled(*BAD_TOKENS[bad]), config=config))
-    # Rows of the published code look at later blocks.
+    # Rows of the published code depend on later blocks.
     size = config.block_size
     rows = 0 if name == "released" and "value" not in bad else BAD // size
     for (ids, counts, out, state), expected in zip(found, wanted, strict=True):
@@ -153,10 +153,10 @@ def test_rows_before_a_bad_token_are_bit_equal_and_forced_blocks_stay(name, bad)
 @pytest.mark.parametrize("bad", ["key nan", "query inf"])
 @pytest.mark.parametrize("name", slow_unless(FEW.__contains__, POLICIES))
 def test_decoded_tokens_keep_their_forced_blocks(name, bad):
-    """After a bad token, and as one themselves; the other sequence is as without."""
+    """Decodes after a bad token, and the bad token itself; the other sequence is unchanged."""
     config, results = POLICIES[name], []
     sink, local = getattr(config, "sink_blocks", 1), getattr(config, "local_blocks", 1)
-    local = 1 if isinstance(config, RecommendedConfig) else local  # in decode the token's own
+    local = 1 if isinstance(config, RecommendedConfig) else local  # in decode the token's own block
     for arrays in (draw(), spoiled(*BAD_TOKENS[bad])):
         query, key, _ = arrays
         for position in (BAD, BAD + 20):
@@ -218,7 +218,7 @@ def test_forced_blocks_outrank_every_score_and_finite_scores_the_others(kind):
             max_count=6,
             block_size=SIZE,
         )
-        # The lower block wins ties, of scores that are not finite as of others.
+        # The lower block wins ties, also among non-finite scores.
         free = sorted((1, 2, 3), key=lambda j: (not np.isfinite(scores[j]), j))
         kept = lists.ids[0, 0, 0, :count].tolist()
         assert kept == sorted([0, 4, 5, *free[: count - 3]])
@@ -231,7 +231,7 @@ def test_forced_blocks_outrank_every_score_and_finite_scores_the_others(kind):
 @pytest.mark.parametrize("what", [np.nan, np.inf])
 @pytest.mark.parametrize("where", [1, 2])
 def test_dense_attention_before_a_bad_token_is_bit_equal(where, what):
-    """Token by token, within one tile of queries and one step of keys."""
+    """This holds for each token, within one tile of queries and one step of keys."""
     arrays = [jnp.asarray(x[0]) for x in draw()]
     plain = dense_attention(*arrays, implementation="xla")
     arrays[where] = arrays[where].at[0, BAD].set(what)
@@ -251,7 +251,7 @@ def test_one_token_knows_nothing_of_what_stands_behind_it():
     np.testing.assert_array_equal(dense_attention(query[:, :1], key, value, **where), plain)
 
 
-# With the lists given, on XLA; `test_kernels` has the kernels. Pieces stand behind a cache.
+# Given lists, on XLA; `test_kernels` tests the kernels. Chunks follow a cache.
 LISTS = {
     "prefill": {"lengths": (90, 80, 49, 65)},
     "one list for each head": {"lengths": (90, 80), "lists": "head"},
@@ -278,7 +278,7 @@ def test_with_lists_given_only_those_who_see_a_bad_token_feel_it(name):
     shape = {"op": "prefill", "block_size": SIZE, "head_dim": HEAD_DIM, "dtype": "float32"}
     case = AttentionKernelCase(heads=HEADS, **shape | LISTS[name])
     arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 1))
-    # Behind the count of a list XLA wants the number of blocks.
+    # XLA expects the number of blocks after a list's count.
     place = jnp.arange(arguments[3].shape[-1])[None, None, None, :]
     ids = jnp.where(place < arguments[4][..., None], arguments[3], case.num_blocks)
     arguments = (*arguments[:3], ids, *arguments[4:])
@@ -291,7 +291,7 @@ def test_with_lists_given_only_those_who_see_a_bad_token_feel_it(name):
     assert num_reached > 20
 
 
-# Selection is block-causal: rows of the bad token's own block may list other blocks than without.
+# Selection is block-causal: rows of the bad token's own block may list other blocks.
 CALLS = {name: config for name, config in POLICIES.items() if name != "released"}
 
 
@@ -317,7 +317,7 @@ def test_a_layer_is_equal_in_earlier_blocks_and_finite_before_a_bad_token(name):
 
 
 def plain_attention(query, key, value):
-    """Softmax over masked scores of all keys, as one writes it."""
+    """Computes softmax over masked scores of all keys."""
     key, value = (jnp.repeat(x, HEADS[0] // HEADS[1], axis=2) for x in (key, value))
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / HEAD_DIM**0.5
     is_seen = jnp.tri(query.shape[1], dtype=bool)[None, None]
@@ -326,7 +326,7 @@ def plain_attention(query, key, value):
 
 
 def listed_attention(query, key, value):
-    """Over lists of every other block and the own one."""
+    """Attends to every other block and the own one."""
     rows = jnp.arange(-(-query.shape[1] // SIZE), dtype=jnp.int32)
     ids = 2 * rows[None, :] + rows[:, None] % 2
     is_listed = ids <= rows[:, None]
@@ -346,7 +346,7 @@ GRADIENTS = {
 
 @functools.partial(jax.jit, static_argnames="name")
 def gradients_before(position, arrays, *, name):
-    """Gradients of a sum in which outputs from a position of the first sequence on count 0."""
+    """Returns gradients of a sum without the first sequence's outputs from a position on."""
 
     def total(arrays):
         out = GRADIENTS[name](*arrays)
@@ -409,7 +409,7 @@ def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name
 
 
 def observe_and_select(name):
-    """What a policy lists for 50 tokens and one more, each operation by itself."""
+    """Lists blocks for 50 tokens and one more, operation by operation."""
     policy, queries = by_name(name, block_size=SIZE), jnp.ones((1, 64, *HEADS[:1], HEAD_DIM))
     key, end = queries[:, :, : HEADS[1]], jnp.full((1,), 50, jnp.int32)
     shape = LayerShape(*HEADS, HEAD_DIM)

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and both files of each say the same."""
+"""The notebooks run from top to bottom, and both files of each have the same content."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
-# How many figures each draws; the one for GPUs draws where there is one.
+# Number of figures in each; the one for GPUs draws them only on a GPU.
 FIGURES = {
     "choosing_a_policy": 3,
     "flax_training": 1,
@@ -33,7 +33,7 @@ def sources(cells: list[dict]) -> list[tuple[str, str]]:
 
 
 def figures(cells: list[dict]) -> list[int]:
-    """How many pictures each cell has."""
+    """Counts the pictures of each cell."""
     return [
         sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
         for cell in cells
@@ -41,7 +41,7 @@ def figures(cells: list[dict]) -> list[int]:
 
 
 def texts(cells: list[dict]) -> list[str]:
-    """What each cell printed, or gave as its result."""
+    """Returns the printed or returned text of each cell."""
     found = []
     for cell in cells:
         outputs = cell.get("outputs", [])
@@ -51,7 +51,7 @@ def texts(cells: list[dict]) -> list[str]:
 
 
 def printing(cells: list[dict]) -> list[bool]:
-    """Which cells print something."""
+    """Returns which cells print something."""
     return [cell["cell_type"] == "code" and "print(" in "".join(cell["source"]) for cell in cells]
 
 
@@ -101,7 +101,7 @@ def test_runs_top_to_bottom(repository, program_environment, tmp_path, name):
     assert done.returncode == 0, done.stdout + done.stderr
     built = read_cells(tmp_path / f"{name}.ipynb")
     assert sum(figures(built)) == FIGURES[name]
-    if FIGURES[name]:  # each is kept in the cell that draws it
+    if FIGURES[name]:  # its cell contains each
         assert figures(built) == figures(committed(name))
     assert [bool(text) for text in texts(built)] == printing(built)
 
@@ -173,7 +173,7 @@ def test_a_sentence_stands_before_each_short_cell(name):
 
 
 def run_install_cell(code: str, source: str, monkeypatch, *, status: int = 0) -> tuple[list, list]:
-    """What the cell runs and whether it restarts, where the package is missing."""
+    """Returns the commands of the cell without the package, and whether it restarts."""
     import importlib.util
 
     commands, restarts = [], []

@@ -20,7 +20,7 @@ def test_it_compiles(gpu, case):
 
 @pytest.mark.hopper
 def test_between_the_kernels_of_a_prompt_little_is_written():
-    """No score for each key: twice the queries that stand for rows, and what is small beside."""
+    """No score per key: only twice the representatives, and small arrays."""
     found = compile_for("8.0", f"program {page_score_cases.__file__}:whole_prompt")
     written = [size for size, _ in found["writes"]]
     assert max(written) < 20e6 and sum(written) < 80e6

@@ -1,7 +1,7 @@
-"""The kernels that select for prompts on GPUs from Ampere on, beside plain JAX.
+"""The kernels that select for prompts on GPUs from Ampere on, against plain JAX.
 
-In the interpreter, as they are compiled for an A100, or on a Hopper GPU, which runs them, too.
-`test_prompt_selection_kernels.py` has what is drawn and what is wanted.
+Runs in the interpreter, as compiled for an A100, or on a Hopper GPU, which runs them, too. Inputs
+and expected results come from `test_prompt_selection_kernels.py`.
 """
 
 import functools
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.interpreted
 
 @pytest.fixture(autouse=True)
 def ampere(monkeypatch):
-    """Kernels are those for other GPUs than Hopper, and if compiled, then for an A100."""
+    """Selects the kernels for other GPUs than Hopper; as compiled, for an A100."""
     if not RUNS_COMPILED:
         monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere")
         yield
@@ -48,15 +48,15 @@ def ampere(monkeypatch):
         yield
 
 
-# Programs of its own: those of the other module are traced for Hopper.
+# Use separate programs: the other module's are traced for Hopper.
 score = functools.partial(jax.jit, static_argnames="kernel_config")(hopper_tests.run.__wrapped__)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", hopper_tests.SCORED, ids=": ".join)
 def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
-    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
-    monkeypatch.setattr(max_logits_kernel, "_PART", 3)  # and keys, for several programs
+    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # splits some prompts
+    monkeypatch.setattr(max_logits_kernel, "_PART", 3)  # splits keys over thread blocks
     drawn = hopper_tests.draw(*drawn)
     found, wanted = (np.asarray(score(*drawn, kernel_config=one)) for one in (KERNELS, None))
     _, _, rows, lengths = drawn
@@ -68,7 +68,7 @@ def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
 
 @functools.partial(jax.jit, static_argnames=("scale", "exponent"))
 def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
-    """Runs the kernels on queries `[B I R N C]`: peaks, factors, queries and sums of shares."""
+    """Runs the kernels on queries `[B I R N C]`: max logits, factors, queries, sums of shares."""
     from sketchwalk_jax.pallas_kernels.page_scores.hopper import queries_per_row
 
     batch, num_rows, count, heads, channels = queries.shape
@@ -98,7 +98,7 @@ def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     case, kind, first_row = drawn
     monkeypatch.setitem(CASES, case, CASES_OF_PAGES[case])
     queries, codes, rows, lengths = hopper_tests.draw(case, kind)
-    lengths = lengths - (rows[:, 0] - jnp.array(first_row)) * SIZE  # some keys are behind the end
+    lengths = lengths - (rows[:, 0] - jnp.array(first_row)) * SIZE  # some keys are after the end
     first_row = jnp.array(first_row, jnp.int32)
     lengths, how = lengths.astype(jnp.int32), {"scale": 0.2, "exponent": 4}
     run_all = functools.partial(run_pages, queries, codes, first_row, lengths, **how)
@@ -111,16 +111,16 @@ def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     is_written = np.arange(wanted.shape[2])[:, None] < PAGES * (row + 1)[:, None]
     is_written = is_written[:, None] & ~np.isnan(np.asarray(factor))[:, :, None]
     peaks = np.where(is_written, np.asarray(peaks), 0.0)
-    # On a CPU the largest of nothing but NaN may be -inf, which leaves a page out as well.
+    # On a CPU the maximum of NaNs may be -inf, which leaves a page out as well.
     peaks = np.where(np.isneginf(peaks), np.float16(np.nan), peaks)
     wanted, largest = (np.where(is_written, x, 0.0) for x in (wanted, largest))
     np.testing.assert_array_equal(np.isnan(peaks), np.isnan(wanted))
-    # Sums keep 11 bits after each 16 channels, and what is wanted after all of them.
+    # Sums are rounded to 11 bits after each 16 channels; the reference rounds once.
     roundings = query.shape[-1] // 16 + 1
     away = np.abs(peaks.astype(np.float64) - wanted)
     assert not (away > roundings * 2.0**-11 * largest.astype(np.float64)).any()
     is_close = np.isclose(peaks, wanted, rtol=2**-10, atol=2**-9, equal_nan=True)
-    assert is_close.mean() > 0.99  # most are the nearest number, or the next one
+    assert is_close.mean() > 0.99  # most differ by at most one step
     wanted, is_seen = hopper_tests.shares_of_pages(
         peaks, factor, query, codes, first_row, per_row=per_row, **how
     )

@@ -1,4 +1,4 @@
-"""Rows that cover pairs: every pair is there, the same ones each time, and few of them."""
+"""Rows that cover pairs: every pair occurs, in the same few rows each time."""
 
 import itertools
 

@@ -1,7 +1,7 @@
 """Logits and greedy tokens of whole models against transformers.
 
-One leg reads golden files (`tests/make_goldens.py` makes them). The other draws new models in every
-run and needs the interpreter of SKETCHWALK_REFERENCE_PYTHON; SKETCHWALK_PARITY_SEED repeats a run.
+One half reads golden files, made by `tests/make_goldens.py`. The other draws new models in every
+run, with the interpreter of SKETCHWALK_REFERENCE_PYTHON; SKETCHWALK_PARITY_SEED repeats a run.
 """
 
 import json
@@ -21,13 +21,13 @@ from sketchwalk_jax import Dense, forward, generate, load
 from sketchwalk_jax.models import ModelConfig, rope_frequencies
 
 TESTS = Path(__file__).parent
-# One of each family, which differ in their rope too.
+# One checkpoint of each family, as families differ in their rope.
 KEPT = ("llama-3.1", "qwen2", "qwen3-bias-yarn")
 GOLDENS = sorted(path.name for path in (TESTS / "goldens").iterdir() if path.is_dir())
 
 
 def assert_equals_transformers(directory: Path) -> None:
-    """Loads a checkpoint and compares it with the `expected.npz` beside it."""
+    """Loads a checkpoint and compares it with its `expected.npz`."""
     expected = np.load(directory / "expected.npz")
     params, config = load(directory, dtype="float32")
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
@@ -45,7 +45,7 @@ def assert_equals_transformers(directory: Path) -> None:
 
 
 def assert_as_exact_as_transformers(directory: Path, dtype: str) -> None:
-    """In low precision both stand off the float32 logits; ours must not stand further."""
+    """In low precision both differ from the float32 logits; ours must not differ more."""
     expected = np.load(directory / "expected.npz")
     params, config = load(directory, dtype=dtype)
     tokens = jnp.asarray(expected["tokens"])
@@ -78,7 +78,7 @@ def test_goldens_cover_every_family_rope_type_and_switch():
 def reference_run(
     tmp_path_factory: pytest.TempPathFactory, reference_python: str, parity_seed: int
 ) -> Path:
-    """Runs the reference worker once, on every case."""
+    """Runs the reference worker once, on all cases."""
     directory = tmp_path_factory.mktemp("parity")
     job: dict[str, Any] = {
         "cases": [draw_case(name, parity_seed) for name in NAMES],

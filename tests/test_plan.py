@@ -1,4 +1,4 @@
-"""Plans: how layers share a density, their file, and whose they are."""
+"""Plans: how layers share a density, the plan's file, and the checkpoint that it belongs to."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from sketchwalk_jax.models.weights import fingerprint
 from sketchwalk_jax.plan import Plan, plan_path
 from sketchwalk_jax.policies import by_name, changed_fields, with_plan
 
-# The first layer needs most, the second nothing, the third is not convex.
+# The first layer needs most, the second nothing; the third's errors are not convex.
 PLAN = Plan(
     densities=((0.1, 0.3, 0.6), (0.1, 0.3, 0.6), (0.1, 0.3, 0.6)),
     errors=((0.4, 0.15, 0.05), (0.01, 0.005, 0.001), (0.8, 0.78, 0.04)),
@@ -85,10 +85,10 @@ def test_no_other_densities_of_the_same_mean_lose_less():
 def test_representatives_go_where_they_lose_least():
     share = PLAN.share_representatives
     assert share(4) == (4, 4, 4)
-    assert share(5) == (4, 4, 4)  # no piece can be paid for
-    assert share(6) == (8, 4, 4)  # 0.2 for 4, against 0.29 for 12
+    assert share(5) == (4, 4, 4)  # too few for a second piece
+    assert share(6) == (8, 4, 4)  # gains 0.2 for 4, against 0.29 for 12
     assert share(10) == (8, 4, 16)
-    assert share(16) == (16, 4, 16)  # where more gain nothing, none are given
+    assert share(16) == (16, 4, 16)  # no more where it gains nothing
     assert share(3) == (3, 3, 3) and share(20) == (20, 20, 20)
 
 
@@ -185,11 +185,11 @@ def test_damaged_files_are_named(tmp_path, text, message):
     assert str(path) in str(raised.value)
 
 
-# Whose it is.
+# The checkpoint of a plan.
 
 
 def make_checkpoint(kind: str, folder: Path) -> Path:
-    """A tiny checkpoint of two layers."""
+    """Writes a tiny checkpoint of two layers."""
     if kind == "gguf":
         write_gguf(folder / "model.gguf")
         return folder / "model.gguf"
@@ -264,7 +264,7 @@ def test_the_configuration_changes_the_fingerprint_and_names_do_not(tmp_path):
 
 
 def test_of_a_large_file_pieces_are_read(tmp_path):
-    """Half a gigabyte that takes no room on disk, after a header of one tensor."""
+    """Half a gigabyte that takes no disk space, after a header of one tensor."""
     checkpoint = make_checkpoint("gguf", tmp_path)
     with checkpoint.open("r+b") as file:
         file.truncate(2**29)
@@ -308,7 +308,7 @@ def test_a_plan_of_other_layers_or_no_plan_is_refused_in_a_configuration(tmp_pat
     assert hash(planned) != hash(model_config) and planned != model_config
 
 
-# What runs with it.
+# Runs with a plan.
 
 
 def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():

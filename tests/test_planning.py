@@ -1,4 +1,4 @@
-"""Plans as they are measured, and what the policy makes of them."""
+"""Plans are measured, and the policy follows them."""
 
 import dataclasses
 
@@ -16,12 +16,12 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 MODEL = dataclasses.replace(tiny.MODEL, max_position_embeddings=8192)
-SMALL = RecommendedConfig(block_size=16, min_tokens=64)  # so that few tokens are many blocks
+SMALL = RecommendedConfig(block_size=16, min_tokens=64)  # few tokens are many blocks
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """Of two random prompts of different lengths."""
+    """Measures a plan on two random prompts of different lengths."""
     rows, lengths = tiny.prompts(768, 700)
     prompts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     calls = []
@@ -44,7 +44,7 @@ def test_every_layer_is_measured_at_several_densities(plan):
         assert len(densities) >= 4 and densities[-1] == pytest.approx(0.6, abs=0.05)
         assert (np.diff(densities) > 0).all()
         assert (np.diff(errors) <= 0).all() and errors[0] > 2 * errors[-1] > 0
-    assert plan.representatives == (4, 8, 16)  # a row has no more
+    assert plan.representatives == (4, 8, 16)  # as many as a row has
     misses = np.array(plan.misses)
     assert ((misses > 0) & (misses <= 1)).all()
     assert misses[:, 2].mean() < misses[:, 0].mean()
@@ -60,7 +60,7 @@ def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, den
     by_layer = np.asarray(found.prefill)
     assert by_layer.mean() == pytest.approx(density, abs=0.01)
     assert by_layer == pytest.approx(policy.layer_densities, abs=0.03)
-    # What is said of a policy without reading a prompt is what is measured.
+    # The density that is predicted without a prompt equals the measured one.
     expected = layers_density(policy, MODEL, num_tokens=2048, phase="prefill")
     assert by_layer.mean() == pytest.approx(expected, abs=1e-3)
 

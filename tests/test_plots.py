@@ -1,4 +1,4 @@
-"""Figures show the blocks that were attended to, and the density that was measured."""
+"""Figures show the attended blocks and the measured density."""
 
 import sys
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def _closed_figures() -> Iterator[None]:
 
 
 def draw_selection(*, num_layers: int, batch: int, num_lists: int, num_rows: int):
-    """Random causal masks `[L, B, M, I, I]` and their selection, nonsense after each count."""
+    """Draws causal masks `[L, B, M, I, I]` and their lists, with invalid ids after each count."""
     rng = np.random.default_rng(0)
     mask = np.stack([draw_lists(rng, batch, num_lists, num_rows) for _ in range(num_layers)])
     ids, counts = pack_lists(mask)
@@ -33,7 +33,7 @@ def draw_selection(*, num_layers: int, batch: int, num_lists: int, num_rows: int
 
 
 def shown(axis) -> np.ndarray:
-    """The array behind a panel, with NaN where nothing is drawn."""
+    """Returns the array behind a panel, with NaN where nothing is drawn."""
     return np.ma.filled(axis.get_images()[0].get_array(), np.nan)
 
 

@@ -1,4 +1,4 @@
-"""Policies without a memory: what they list, and the invariances that they share."""
+"""Policies without a state: their lists, and invariances that all policies share."""
 
 import dataclasses
 import functools
@@ -33,14 +33,14 @@ from sketchwalk_jax.policies.streaming import StreamingConfig
 SIZE, CAPACITY, NUM_LAYERS = 16, 320, 3
 OPTIONS = {"block_size": SIZE, "dense_layers": 0, "density": 0.3}
 NAMES = ("streaming", "random", "oracle", "recommended")
-# Whole models: what differs between policies is tested without one.
+# In whole models, test one policy: they differ only in their lists.
 slow = pytest.mark.slow
 IN_A_MODEL = slow_unless("oracle".__eq__, NAMES[:3])
 FORCED = {"default": {}, "wide": {"sink_blocks": 2, "local_blocks": 3}}
 
 
 def named(name, **options):
-    """A policy by its name, or a preset of Sketch-and-Walk by its."""
+    """Makes a policy by its name, or by the name of a preset of Sketch-and-Walk."""
     return (
         by_name("sketchwalk", preset=name, **options)
         if name in PRESETS
@@ -49,7 +49,7 @@ def named(name, **options):
 
 
 def draw(*lengths, seed=0):
-    """Queries and keys of sequences with these lengths, padded to the capacity."""
+    """Draws queries and keys of sequences with these lengths, padded to the capacity."""
     shape = {"block_size": SIZE, "heads": (6, 2), "spread": 0.7}
     drawn = [
         cases.draw_layers(seed + row, num_layers=NUM_LAYERS, num_tokens=length, **shape)
@@ -165,7 +165,7 @@ def test_no_policy_recalls_more_mass_than_the_oracle():
         )
 
     def best_of(config):
-        """The best lists that are as long as the policy's."""
+        """Returns the best lists of the policy's lengths."""
         blocks = getattr(config, "sink_blocks", None), getattr(config, "local_blocks", None)
         forced = dict(zip(("sink", "local"), getattr(config, "forced", blocks), strict=True))
         return [
@@ -258,7 +258,7 @@ def test_measured_density_is_within_one_block_per_row_of_nominal(name, density):
     )
     density_of = out.measured_density
     rows, causal = np.arange(1, 33), np.array([n * (n + 1) / 2 for n in lengths])
-    asked = np.maximum(density * rows, 2)  # forced blocks are kept whatever the density
+    asked = np.maximum(density * rows, 2)  # forced blocks may exceed the density
     nominal = density * causal.sum()
     slack = 2 * SIZE * SIZE * (len(rows) + (asked - density * rows).sum())
     pairs = np.asarray(density_of.prefill_pairs).sum(1)
@@ -292,7 +292,7 @@ def test_generation_in_chunks_is_the_same(name):
     assert keeps_some == (name == "recommended")
 
 
-# `test_prefill_decode` has the recommended one in a model, and the test below each one in a layer.
+# `test_prefill_decode` runs the recommended policy in a model, the test below each in a layer.
 @slow
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_at_full_density_equals_dense(name):

@@ -1,4 +1,4 @@
-"""The example of the guide to policies runs as it stands, and is the policy that it says it is."""
+"""The example of the policy guide runs unchanged, and is the policy that the guide describes."""
 
 import cases
 import guides
@@ -22,13 +22,13 @@ def page(repository):
 
 @pytest.fixture(scope="module")
 def policy(page, tmp_path_factory):
-    """The class of the example, from a file of its own."""
+    """Loads the class of the example from a file of its own."""
     path = tmp_path_factory.mktemp("guide") / "key_sum.py"
     return guides.load_example(page, path).KeySumConfig
 
 
 def slow_rows(query, key, config):
-    """Blocks of every row of one sequence and layer, and how near another choice was."""
+    """Returns the blocks of every row of one sequence and layer, and the smallest gap."""
     num_blocks = -(-len(query) // SIZE)
     group = query.shape[1] // key.shape[1]
     rows, gaps = [], []

@@ -36,7 +36,7 @@ PRESETS = {
     "damped": SketchWalkConfig.damped(**SPARSE),
     "set": SketchWalkConfig.paper(**SPARSE | {"dense_layers": (0, 2)}),
 }
-# Without a reference of its own for a whole model.
+# Policies for which no reference runs a whole model.
 OTHERS = {
     "recommended": SketchWalkConfig.recommended(
         block_size=SIZE, dense_layers=(1,), density=0.5, min_tokens=32, local_tokens=0
@@ -58,7 +58,7 @@ def draw_tokens(seed: int, num_tokens: int) -> np.ndarray:
 
 @functools.cache
 def reference_run(name: str, length: int, num_new: int = 0, phase: str = "both"):
-    """Tokens without near-ties, and what the reference computes for them."""
+    """Returns tokens without near-ties, and the reference's results for them."""
 
     def draw(seed):
         tokens = draw_tokens(1000 * length + seed, length + num_new)
@@ -112,7 +112,7 @@ def run_decode(config, tokens, cache, **options):
 
 
 def rows_of(selection, sequence: int, first: int, last: int):
-    """Block ids of each sparse layer, and rows `first .. last - 1` of one sequence."""
+    """Returns block ids by sparse layer for rows `first .. last - 1` of one sequence."""
     ids, counts = (np.asarray(x)[:, sequence, 0] for x in (selection.ids, selection.counts))
     return [
         [layer[row][: number[row]].tolist() for row in range(first, last)]
@@ -141,7 +141,7 @@ def test_prefill_and_decode_equal_the_reference(name):
             wanted, layers = calls[1 + step]
             assert rows_of(selection, row, 0, 1) == expected_rows(layers)
             np.testing.assert_allclose(logits[row], wanted, **tolerance("logits"))
-    # The measured density is a count of pairs.
+    # The measured density counts pairs.
     causal = np.array([(n + num_new) * (n + num_new + 1) / 2 for n in LENGTHS])
     pairs = np.array([run[1].densities() for run in runs]).T * causal
     counted = cache.density.prefill_pairs + cache.density.decode_pairs
@@ -171,7 +171,7 @@ def test_the_other_phase_is_dense(phase):
 @settings(max_examples=6)
 @given(cut=st.integers(1, 109))
 def test_a_prompt_may_be_continued_anywhere(cut):
-    """The query mean of the block that was cut runs over all its tokens so far."""
+    """The query mean of the block at the cut includes its tokens in both pieces."""
     config = PRESETS["paper"]
 
     def draw(seed):

@@ -1,4 +1,4 @@
-"""Mass recall, output error and bytes read, against NumPy, by hand and against sets."""
+"""Mass recall, output error and bytes read, against NumPy, numbers by hand, and sets."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ def weights():
 
 
 def _layers(weights, tokens):
-    """Queries, keys and values of every layer on the way that dense attention goes."""
+    """Returns every layer's queries, keys and values under dense attention."""
 
     def attend(query, key, value, layer, state):
         return dense_attention(query, key, value), state, (query, key, value)
@@ -62,7 +62,7 @@ def _kept_by_streaming(row: int) -> list[int]:
 
 
 def _expected(query, key, value, positions):
-    """Mass recall and output error of streaming over the queries at `positions`."""
+    """Computes mass recall and output error of streaming for the queries at `positions`."""
     shares, errors, norms = [], [], []
     group = query.shape[1] // key.shape[1]
     for position in positions:
@@ -98,7 +98,7 @@ def test_prefill_equals_numpy(weights):
 
 def test_decode_equals_numpy(weights):
     tokens, _ = prompts(LENGTH)
-    start, told = 300, 40  # across a block boundary
+    start, told = 300, 40  # crosses a block boundary
     padded = np.where(np.arange(LENGTH) < start, tokens, 63)
     lengths = np.array([start], np.int32)
     continuation = np.zeros((1, MAX_STEPS), np.int32)
@@ -129,11 +129,11 @@ def test_decode_equals_numpy(weights):
         )
         for position in positions
     ]
-    by_token = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4  # of two sparse layers
+    by_token = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4  # in two sparse layers
     for one, read in ((sums, kept), (full, [position + 1 for position in positions])):
         keys, values, metadata = one.bytes_per_token()
         assert keys == values == pytest.approx(np.mean(read) * by_token)
-        assert (metadata > 0) == (one is full)  # sketches; streaming looks at nothing
+        assert (metadata > 0) == (one is full)  # sketches; streaming reads none
 
 
 def test_prompts_are_not_decoded(weights):
@@ -174,12 +174,12 @@ def test_policy_that_was_not_measured_has_no_layers(weights):
     assert nothing.bytes_per_token() is None
 
 
-# Four query heads in two groups; 8 channels of 2 bytes: 16 bytes for a key.
+# Four query heads in two groups; a key has 8 channels of 2 bytes: 16 bytes.
 LAYER = LayerShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype=jnp.bfloat16)
 
 
 def selection_of(lists, size):
-    """One list for each head, or one for all, of one sequence."""
+    """Makes one list per head, or one for all, of one sequence."""
     width = max(map(len, lists))
     ids = [[*one, *[99] * (width - len(one))] for one in lists]
     counts = jnp.array([[[len(one)] for one in lists]], jnp.int32)
@@ -187,7 +187,7 @@ def selection_of(lists, size):
 
 
 def test_a_group_reads_the_union_of_its_lists():
-    # Position 36: pages of 16 tokens, 5 of them in page 2.
+    # At position 36 with pages of 16 tokens, page 2 has 5.
     selection = selection_of([[0], [0, 2], [1, 2], [0, 1]], 16)
     positions = jnp.array([36], jnp.int32)
     # Heads 0 and 1 read pages 0 and 2: 21 tokens. Heads 2 and 3 read pages 0, 1, 2: 37.
@@ -211,7 +211,7 @@ def test_dense_reads_all_keys_and_the_oracle_looks_at_them():
     assert dense.tolist() == [[37 * 2 * 16, 2 * 16], [37 * 2 * 16, 2 * 16], [0.0, 0.0]]
     assert by_name("oracle").metadata_bytes(LAYER, positions).tolist() == dense[0].tolist()
     assert by_name("streaming").metadata_bytes(LAYER, positions).tolist() == [0.0, 0.0]
-    # Sums of queries and keys of one block: 4 channels, float32.
+    # Statistics: sums of queries and of keys per block, with 4 channels in float32.
     sums = by_name("sketchwalk", preset="paper", sketch_dim=4).metadata_bytes(
         LAYER, jnp.array([63, 64], jnp.int32)
     )

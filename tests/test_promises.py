@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md promises: what is bit-equal, what is equal to a tolerance, which rows."""
+"""The promises of ARCHITECTURE.md: what is bit-equal, what is equal to a tolerance, which rows."""
 
 import dataclasses
 import threading
@@ -31,7 +31,7 @@ CONFIGS = {
     "dense": POLICIES["dense"],
     "paper": POLICIES["paper"],
     "recommended": SketchWalkConfig.recommended(
-        block_size=2 * SIZE,  # of two pages
+        block_size=2 * SIZE,  # two pages
         density=0.5,
         min_tokens=2 * SIZE,
         local_tokens=0,
@@ -48,7 +48,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def run(weights):
-    """Logits of every token, and a generation with its lists."""
+    """Returns logits of every token, and a generation with its lists."""
 
     def run(name, tokens, lengths=LENGTHS, rows=None, **options):
         common = {"policy": CONFIGS[name], "lengths": np.asarray(lengths, np.int32)} | options
@@ -72,7 +72,7 @@ def assert_equal(one, other):
 
 
 def assert_close(one, other):
-    """Logits to the tolerance; tokens and lists of these prompts, which have no near-ties."""
+    """Compares logits to the tolerance, and tokens and lists, as there are no near-ties."""
     for name in one:
         if name.startswith("logits"):
             np.testing.assert_allclose(one[name], other[name], **tolerance("logits"), err_msg=name)
@@ -99,7 +99,7 @@ def test_what_neighbours_hold_changes_no_bit(run, name, weights):
     others = tokens.copy()
     others[0] = prompts(LENGTHS[0], seed=5)[0]
     assert_equal(run(name, tokens, rows=(1, 2)), run(name, others, rows=(1, 2)))
-    # A neighbour whose embedding is NaN, in a model that differs in this row alone.
+    # The other sequence has a NaN embedding, from a model that differs only in that row.
     tokens = np.where(tokens == 62, 61, tokens)
     weights = jax.tree.map(lambda x: x, weights)
     weights["embed"]["embedding"] = weights["embed"]["embedding"].at[62].set(jnp.nan)
@@ -193,7 +193,7 @@ def test_two_threads_get_what_one_gets(weights, sampling):
 
 
 def forced(scores, count):
-    """The list of row 5 with one block forced at either end."""
+    """Returns the list of row 5 with one block forced at each end."""
     lists = select_blocks(
         jnp.asarray([[scores]], jnp.float32),
         jnp.array([[5]], jnp.int32),

@@ -1,4 +1,4 @@
-"""`--prompts FILE --out FILE`: every line a text, continued after an interruption, or refused."""
+"""`--prompts FILE --out FILE`: each line is a text; runs continue after interruptions."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def run(model: Path, tmp_path: Path, sketchwalk):
             prompts = write_lines(tmp_path / "prompts.jsonl", prompts)
         where = ["--prompts", prompts, "--out", tmp_path / "texts.jsonl"]
         words = ["generate", "--model", model, *where, "--max-new-tokens", NEW]
-        words += ["--policy", "dense", *more]  # whose programs are compiled in half the time
+        words += ["--policy", "dense", *more]  # dense programs compile in half the time
         out, err = sketchwalk(*words, status=status)
         assert out == ""
         return err
@@ -132,7 +132,7 @@ WITH_TOOLS = (
 
 
 def read_with_tools(tmp_path, template: str, line: dict[str, Any], *, is_chat: bool = False) -> str:
-    """The text of a line's prompt, in a model with that chat template."""
+    """Returns the prompt text of a line, in a model with that chat template."""
     checkpoints.write_checkpoint(tmp_path, tokenizer=True)
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.chat_template = template
@@ -195,7 +195,7 @@ def test_a_damaged_file_of_texts_is_refused(content, message, run, tmp_path):
     assert "got it alone" in run(PROMPTS[:1], status=1)
 
 
-# Two texts are finished, then the process waits outside of Python's reach, as JAX does.
+# After two texts the process waits inside native code, as in a program of JAX.
 WAITING = """
 import itertools, os, signal, sys, threading
 from sketchwalk_jax.cli import main
@@ -235,7 +235,7 @@ def test_an_error_in_the_middle_says_what_is_kept(run, tmp_path, monkeypatch):
         raise ValueError("there is no more")
 
     monkeypatch.setattr(LanguageModel, "complete", failing)
-    for kept in (1, 2):  # texts of the run before count
+    for kept in (1, 2):  # texts of the earlier run count
         err = run(PROMPTS, "--batch", 1, status=1)
         assert f"it keeps {kept} of 5 texts" in err
         assert "error: there is no more" in err

@@ -1,6 +1,6 @@
-"""The kernels that select for a prompt by the recommended policy, beside plain JAX.
+"""The kernels that select for a prompt by the recommended policy, against plain JAX.
 
-In the interpreter, as compiled, or on a Hopper GPU.
+Runs in the interpreter, as compiled, or on a Hopper GPU.
 """
 
 import functools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.interpreted
 KERNELS = KernelConfig(interpret=INTERPRET)
 
 SIZE = 64
-# Heads, key/value heads, channels, queries of a row, rows before the first, tokens after it.
+# Heads, key/value heads, channels, representatives of a row, rows before the first, new tokens.
 CASES = {
     "eight of a row": (2, 1, 64, 4, 0, (9 * SIZE + 5, 3)),
     "three heads for one": (6, 2, 32, 8, 2, (4 * SIZE, 5 * SIZE - 1)),
@@ -33,13 +33,13 @@ CASES = {
 HOSTILE = ("equal", "nan", "huge", "below")
 PAGES = 4
 OF_PAGE = SIZE // PAGES
-# Peaks have the 11 bits of float16, and tensor cores add eight bits in few more.
+# Page max logits have the 11 bits of float16; tensor cores keep few more bits in sums.
 BOUND = {"rtol": 5e-2, "atol": 1e-3}
 
 
 @jax.jit
 def coded(key, lengths):
-    """Codes of the first tokens of each sequence."""
+    """Quantizes the first keys of each sequence."""
     batch, tokens, kv_heads, channels = key.shape
     sizes = {"batch": batch, "num_blocks": tokens // SIZE, "block_size": SIZE}
     sizes |= {"num_kv_heads": kv_heads, "num_channels": channels}
@@ -49,7 +49,7 @@ def coded(key, lengths):
 
 
 def draw(case, kind):
-    """Queries, codes, rows and lengths."""
+    """Draws queries, quantized keys, rows and lengths."""
     heads, kv_heads, channels, count, before, tokens = CASES[case]
     rng = np.random.default_rng(len(case))
     num_rows = -(-max(tokens) // SIZE)
@@ -67,9 +67,9 @@ def draw(case, kind):
         key[-1, 5, 0, 2] = np.inf
     if kind == "huge":
         key[0, 7] *= 1e20
-        queries[0, 1] *= 1e18  # products that float32 does not hold, and
-        queries[0, 2] *= 1e12  # those that it holds, both beyond what counts
-    if kind == "below":  # each channel is large in one key: all products beside a centre are < 0
+        queries[0, 1] *= 1e18  # products overflow float32, and
+        queries[0, 2] *= 1e12  # products that do not; both exceed the range
+    if kind == "below":  # one key per channel is large: offsets' products are negative
         queries = np.abs(queries)
         for channel in range(channels):
             key[:, channel % SIZE :: SIZE, :, channel] += 30.0
@@ -103,7 +103,7 @@ SCORED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", SCORED, ids=": ".join)
 def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
-    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # some prompts in several parts
+    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # splits some prompts
     drawn = draw(*drawn)
     found, wanted = (np.asarray(run(*drawn, kernel_config=one)) for one in (KERNELS, None))
     _, _, rows, lengths = drawn
@@ -112,7 +112,7 @@ def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
     np.testing.assert_allclose(np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), **BOUND)
 
 
-# Case, what is drawn, blocks before each sequence's first row.
+# Case, kind of inputs, blocks before each sequence's first row.
 SHARES_CASES = [
     ("eight of a row", "random", (0, 0)),
     ("three heads for one", "nan", (2, 0)),
@@ -130,9 +130,9 @@ CASES_OF_PAGES = CASES | {
 
 
 def peaks_of_pages(query, factor, codes, lengths, *, of_magnitudes=False):
-    """The first kernel's results: products of queries `[B K M C]` in eight bits, in float16.
+    """Computes page max logits in float16 from eight-bit queries `[B K M C]`.
 
-    With `of_magnitudes`, how large the sums of a product can be on the way.
+    With `of_magnitudes`, returns the largest intermediate sum of a product instead.
     """
     key = codes.residual(jnp.int32(0), codes.num_blocks, jnp.float32)
     is_key = jnp.arange(key.shape[1])[None] < lengths[:, None]
@@ -142,12 +142,12 @@ def peaks_of_pages(query, factor, codes, lengths, *, of_magnitudes=False):
     products = np.einsum("bkmc,bskc->bkms", *given)
     products = np.where(np.asarray(is_key)[:, None, None], products, -np.inf)
     peaks = products.reshape(*products.shape[:3], -1, OF_PAGE).max(axis=-1)
-    peaks = np.where(np.isinf(peaks), np.nan, peaks)  # of a page without a key
+    peaks = np.where(np.isinf(peaks), np.nan, peaks)  # a page without keys
     return np.swapaxes(peaks.astype(np.float16), 2, 3)
 
 
 def shares_of_pages(peaks, factor, query, codes, first_row, *, per_row, scale, exponent):
-    """Sums of powers of the shares of pages, `[B I P]`, and which of them rows see."""
+    """Computes sums of powers of pages' shares, `[B I P]`, and the pages that each row sees."""
     batch, kv_heads, num_pages, num_queries = peaks.shape
     row = np.asarray(first_row)[:, None] + np.arange(num_queries // per_row)
     is_seen = np.arange(num_pages) < PAGES * (row + 1)[..., None]
@@ -167,7 +167,7 @@ def shares_of_pages(peaks, factor, query, codes, first_row, *, per_row, scale, e
 
 @functools.partial(jax.jit, static_argnames=("scale", "exponent"))
 def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
-    """Runs the kernels on queries `[B I R N C]`: peaks, factors, queries and sums of shares."""
+    """Runs the kernels on queries `[B I R N C]`: max logits, factors, queries, sums of shares."""
     from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
     from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
         dequantize_kernel,
@@ -202,7 +202,7 @@ def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     case, kind, first_row = drawn
     monkeypatch.setitem(CASES, case, CASES_OF_PAGES[case])
     queries, codes, rows, lengths = draw(case, kind)
-    lengths = lengths - (rows[:, 0] - jnp.array(first_row)) * SIZE  # some keys are behind the end
+    lengths = lengths - (rows[:, 0] - jnp.array(first_row)) * SIZE  # some keys are after the end
     first_row = jnp.array(first_row, jnp.int32)
     lengths, how = lengths.astype(jnp.int32), {"scale": 0.2, "exponent": 4}
     run_all = functools.partial(run_pages, queries, codes, first_row, lengths, **how)
@@ -213,18 +213,18 @@ def test_the_kernels_find_shares_of_pages(drawn, monkeypatch):
     is_written = np.arange(wanted.shape[2])[:, None] < PAGES * (row + 1)[:, None]
     is_written = is_written[:, None] & ~np.isnan(np.asarray(factor))[:, :, None]
     peaks = np.where(is_written, np.asarray(peaks), 0.0)
-    # On a CPU the largest of nothing but NaN may be -inf, which leaves a page out as well.
+    # On a CPU the maximum of NaNs may be -inf, which leaves a page out as well.
     peaks = np.where(np.isneginf(peaks), np.float16(np.nan), peaks)
     np.testing.assert_allclose(peaks, np.where(is_written, wanted, 0.0), rtol=2**-10, atol=2**-9)
     wanted, is_seen = shares_of_pages(
         peaks, factor, query, codes, first_row, per_row=per_row, **how
     )
-    # Nothing reads rows behind the last block, whose logits of pages are those of no key.
+    # Nothing reads rows after the last block; their page logits belong to no key.
     is_seen &= (row[:, ::per_row] < codes.centre.shape[1])[..., None]
     found, again = (np.where(is_seen, x, 0.0) for x in (found, np.asarray(run_all()[3])))
     np.testing.assert_array_equal(found, again)
     assert np.isfinite(found).all() and (kind != "random" or found.max() > 0.1)
-    # The kernels take powers below float32's smallest normal number, 1e-38, for zero.
+    # Kernels flush powers below float32's smallest normal number, 1e-38, to zero.
     is_cpu = jax.default_backend() == "cpu"
     bound = {"rtol": 1e-3, "atol": 1e-6} if is_cpu else {"rtol": 1e-2, "atol": 1e-37}
     np.testing.assert_allclose(found, np.where(is_seen, wanted, 0.0), **bound)
@@ -266,7 +266,7 @@ def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
         code, step, layer=jnp.int32(layer), lengths=lengths, interpret=KERNELS.interpret
     )
     assert found.dtype == jnp.float8_e4m3fn
-    # In the place of a token that is not there, the first of its page.
+    # In place of an absent token, the kernel repeats the first of its page.
     place = np.arange(blocks * SIZE).reshape(1, blocks, SIZE)
     is_key = (place < np.asarray(lengths)[:, None, None])[:, :, None, :, None]
     first = np.arange(SIZE) // OF_PAGE * OF_PAGE
@@ -278,13 +278,13 @@ def test_keys_in_eight_bits_are_those_of_codes_where_they_lie(size):
     is_page = is_key[:, :, 0, first].reshape(batch, blocks * SIZE)
     order = np.argsort([place_of_key(key) for key in range(SIZE)])
     order = (np.arange(blocks)[:, None] * SIZE + order).ravel()
-    # In lines of several keys: those of a group of eight blocks below each other, then beside.
+    # Lines hold several keys: keys of eight blocks are stacked first, then set side by side.
     assert found.shape[1:] == (kv_heads, 1, 4 * channels, 128)
     found = found.astype(jnp.float32).reshape(batch, kv_heads, 4 * channels, -1, channels)
     found = np.asarray(found.transpose(0, 3, 2, 1, 4).reshape(batch, -1, kv_heads, channels))
     found, wanted, is_page = found[:, : blocks * SIZE], wanted[:, order], is_page[:, order]
     np.testing.assert_array_equal(found[is_page], wanted[is_page])
-    # One channel that is not a number makes every product none.
+    # One NaN channel makes every product NaN.
     assert np.isnan(found[~is_page]).any(axis=-1).all() and not is_page.all()
 
 
@@ -313,9 +313,9 @@ def test_representatives_are_those_of_plain_jax(size):
 
 
 def prompt_selection():
-    """A function of `kernel_config` that selects for a prompt, one that is drawn.
+    """Returns a function of `kernel_config` that selects for a drawn prompt.
 
-    The first rows have more representatives than the others, all in one call.
+    Early rows have more representatives than later ones, all in one call.
     """
     policy = SketchWalkConfig.recommended(
         density=0.5, min_tokens=96, early_representatives=((128, 16),)
@@ -336,7 +336,7 @@ def prompt_selection():
 
     def select(*, kernel_config):
         codes = policy.observe(query, key, empty, span=span, kernel_config=kernel_config)
-        # The second of two layers, where it lies.
+        # The layer is the second of a stack of two.
         stack = jax.tree.map(lambda none, one: jnp.stack([none, one]), empty, codes)
         codes, layer = LayerCodes(stack, jnp.ones((), jnp.int32)), jnp.zeros((), jnp.int32)
         return policy.select(
@@ -347,7 +347,7 @@ def prompt_selection():
 
 
 def assert_selected_alike(found, wanted):
-    """The same lists but for near ties."""
+    """Compares lists, which may differ in near-ties."""
     np.testing.assert_array_equal(found.counts, wanted.counts)
     assert (found.block_size, found.row_size) == (wanted.block_size, wanted.row_size)
     counts = np.asarray(wanted.counts)[0, 0]
@@ -363,7 +363,7 @@ def test_a_prompt_is_selected_alike():
 
 
 def test_warpgroups_ask_for_no_more_registers_than_there_are():
-    """Who asked for more would wait for it forever, on a GPU alone."""
+    """With too many registers a warpgroup waits forever, but only on a GPU."""
     from sketchwalk_jax.pallas_kernels.lib import ops
 
     with pytest.raises(ValueError, match="at most 480 registers, got 40 and 112"):

@@ -1,4 +1,4 @@
-"""How samples become arrays, and when an answer counts."""
+"""Samples become arrays, and answers are scored."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_answer_columns_come_before_the_answer():
     told = prompts.continuation[0, : prompts.num_told[0]]
     np.testing.assert_array_equal(told, one.tokens[one.question_start : one.answer_start + size])
     assert prompts.num_forced[0] == one.answer_start - one.question_start
-    for field in ("tokens", "lengths", "continuation"):  # the batch is filled with the last sample
+    for field in ("tokens", "lengths", "continuation"):  # the last sample fills up the batch
         values = getattr(prompts, field)
         np.testing.assert_array_equal(values[1], values[0])
 
@@ -38,14 +38,14 @@ def test_answers_without_room_are_refused():
 
 
 class _Digits:
-    """Tokens 48 to 57 are digits, 46 is a full stop, as in ASCII."""
+    """A tokenizer in which tokens 48 to 57 are digits and 46 is a full stop, as in ASCII."""
 
     def decode(self, tokens, **_):
         return "".join(map(chr, tokens))
 
 
 def _generated(prompts, text: str) -> np.ndarray:
-    """The likeliest tokens if the model writes `text` once it is asked."""
+    """Returns the likeliest tokens of a model that writes `text` as the answer."""
     following = np.zeros((2, 97), np.int32)
     start = prompts.num_forced[0]
     codes = list(text.encode())
@@ -77,7 +77,7 @@ def test_every_answer_token_counts_in_prefill():
     prompts = make_prompts(some, batch=3, num_tokens=LENGTH)
     likeliest = prompts.targets().copy()
     likeliest[1, len(some[1].answer) - 1] += 1
-    likeliest[2, len(some[2].answer)] += 1  # beyond the answer
+    likeliest[2, len(some[2].answer)] += 1  # after the answer
     assert right_in_prefill(prompts, likeliest).tolist() == [True, False, True]
 
 

@@ -1,4 +1,4 @@
-"""What runs PTX on a CPU: that it computes, and that it sees each fault that it promises to see."""
+"""The emulator computes PTX correctly on a CPU, and detects each fault that it promises to."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ HEAD = """
 
 
 def run(body, source, target, *, threads=32, maps=(), seed=0):
-    """Runs instructions behind `HEAD`: `%rd5` and `%rd6` are a thread's words of both arrays."""
+    """Runs instructions after `HEAD`: `%rd5` and `%rd6` address a thread's words of both arrays."""
     memory = ptx.Memory()
     addresses = [memory.place(x) for x in (source, target)]
     arguments = (0, 8, 1 << 20)
@@ -85,7 +85,7 @@ def test_instructions_compute(body, expected):
     np.testing.assert_array_equal(found, wanted.astype(np.uint32))
 
 
-# Odd threads go around a loop as often as they say; what they skip stands behind the end.
+# Odd threads loop a given number of times; even threads jump to code after the end.
 PARTING = """
   mov.b32 %r3, 0; and.b32 %r4, %r1, 1; setp.eq.s32 %p1, %r4, 0;
   @%p1 bra FAR;
@@ -151,7 +151,7 @@ def test_faults_of_threads_are_seen(body, message):
         run(body, *arrays())
 
 
-# 64 floats through the copy engine, there and back.
+# Copies 64 floats with the copy engine to shared memory and back.
 MAPS = ((0, 4, (64,), (1,), (64,), 16), (1, 4, (64,), (1,), (64,), 16))
 THERE = """
   @%p8 mbarrier.init.shared.b64 [%r90+1024], 1;
@@ -210,7 +210,7 @@ def test_faults_of_copies_are_seen(parts, message):
         copy(*parts)
 
 
-# Each thread copies 16 bytes, and 8 of the next 16; another thread of another warp reads them.
+# Each thread copies 16 bytes, then 8 of 16; a thread of the other warp reads them.
 THREADS_COPY = """
   shl.b32 %r2, %r1, 5; add.s32 %r2, %r2, %r90; mul.wide.u32 %rd7, %r1, 32; add.s64 %rd7, %rd1, %rd7;
   cp.async.cg.shared.global [%r2], [%rd7], 16;
@@ -228,7 +228,7 @@ BOTH_GROUPS = "cp.async.wait_group 0;"
 
 def copy_of_threads(body, seed=0):
     source, target = np.arange(64 * 8, dtype=np.uint32), np.zeros(64, np.uint32)
-    thread = np.arange(64) ^ 32  # what is not there is zero
+    thread = np.arange(64) ^ 32  # bytes that are not copied are zero
     found = run(body, source, target, threads=64, seed=seed)
     return (found == 8 * thread + 8 * thread + 5).all()
 
@@ -242,7 +242,7 @@ def test_copies_of_threads_arrive(seed):
 def test_a_group_that_is_not_awaited_is_garbage():
     assert not copy_of_threads(THREADS_COPY.format(wait=""))
     assert not copy_of_threads(THREADS_COPY.format(wait="cp.async.wait_group 1;"))
-    # The first of two groups, of which nothing else is read, has come with one left.
+    # The first of two groups has arrived with one left; nothing else is read.
     first_alone = THREADS_COPY.replace("[%r5+20]", "[%r5]").replace("[%r5+28]", "[%r5]")
     for left in range(3):
         source, target = np.arange(64 * 8, dtype=np.uint32), np.zeros(64, np.uint32)
@@ -287,8 +287,8 @@ def test_what_is_not_there_is_not_read():
     assert (run(body, source, target, threads=64) == 8 * (np.arange(64) ^ 32)).all()
 
 
-# A row of 16 for each warp times eight columns: queries in registers, keys in shared memory.
-DEPTH = 32  # of eight bits
+# 16 rows per warp times eight columns: queries in registers, keys in shared memory.
+DEPTH = 32  # eight-bit numbers
 SUMS = ", ".join(f"%r{10 + index}" for index in range(4))
 LEFT = ", ".join(f"%r{20 + index}" for index in range(4))
 START = f"""
@@ -321,13 +321,13 @@ WRITE = """
 
 
 def multiply(*parts, dtype=ml_dtypes.float8_e4m3fn):
-    """Products of 64 queries with eight keys, and both."""
+    """Multiplies 64 queries with eight keys; returns products, queries and keys."""
     rng = np.random.default_rng(0)
     factor = 40 if dtype == np.int8 else 1
     queries, keys = ((factor * rng.normal(size=(size, DEPTH))).astype(dtype) for size in (64, 8))
     held = np.zeros(8192, np.uint8)
     held[:2048] = queries.view(np.uint8).reshape(-1)
-    # Lines of 32 bytes, of which every other four exchange their halves.
+    # Lines of 32 bytes; every other four lines swap their halves.
     place = np.arange(256)
     held[4096 + (place ^ (place >> 7 & 1) << 4)] = keys.view(np.uint8).reshape(-1)
     wide = np.int32 if dtype == np.int8 else np.float32
@@ -340,7 +340,7 @@ def test_products_of_eight_bits_lose_what_is_far_below_the_largest():
     queries, keys = (x.astype(np.float64) for x in (queries, keys))
     products = queries[:, None] * keys[None]
     unit = 2.0 ** (np.floor(np.log2(np.abs(products).max(axis=-1))) - 13)
-    # Each product is cut off towards zero: its rest is less than a unit.
+    # Each product is truncated towards zero: it loses less than a unit.
     kept = np.trunc(products / unit[..., None]).sum(axis=-1) * unit
     np.testing.assert_array_equal(found, kept.astype(np.float32))
     lost = np.abs(found - products.sum(axis=-1))
@@ -370,7 +370,7 @@ def test_faults_of_products_are_seen(parts, message):
         multiply(*parts)
 
 
-# Each thread has one word of its own in all places of both matrices and of the sums.
+# A thread uses one word of its own everywhere in both matrices and in the sums.
 OWN_PRODUCT = """
   ld.global.b32 %r2, [%rd5];
   mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r3, %r4}, {%r2, %r2, %r2, %r2}, {%r2, %r2},

@@ -1,4 +1,4 @@
-"""Weights of eight bits: how they are made, loaded, saved and multiplied."""
+"""Eight-bit weights are made, loaded, saved and multiplied."""
 
 import gc
 
@@ -144,9 +144,9 @@ def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, 
     wanted = quantize_params(params, "int8")
 
     def num_wide():
-        gc.collect()  # what only refers to itself is held by nobody
+        gc.collect()  # frees reference cycles
         wide = [x for x in jax.live_arrays() if x.ndim > 2 and x.dtype == jnp.bfloat16]
-        return len({x.unsafe_buffer_pointer() for x in wide})  # two arrays may have one buffer
+        return len({x.unsafe_buffer_pointer() for x in wide})  # two arrays may share one buffer
 
     held, before = [], num_wide()
 

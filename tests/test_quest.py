@@ -1,4 +1,4 @@
-"""Quest: its scores bound what they stand for."""
+"""Quest: its scores bound the scores of their keys."""
 
 import hypothesis.strategies as st
 import jax
@@ -15,7 +15,7 @@ HEADS, HEAD_DIM, CAPACITY = (6, 2), 32, 64
 
 @jax.jit
 def scores_of(query, key, length):
-    """Bounds and scores of every page after `length` keys."""
+    """Returns bounds and scores of every page after `length` keys."""
     config = QuestConfig()
     shape = LayerShape(*HEADS, HEAD_DIM, key.dtype)
     bounds = config.init_statistics(shape, batch=1, num_blocks=CAPACITY // 16)
@@ -57,13 +57,13 @@ def test_bounds_are_the_extremes_of_the_keys():
     for page, rows in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
         np.testing.assert_array_equal(bounds.lowest[0, page], key[0, rows].min(0))
         np.testing.assert_array_equal(bounds.highest[0, page], key[0, rows].max(0))
-    largest = float(jnp.finfo(jnp.bfloat16).max)  # no key is above it, none below its negative
+    largest = float(jnp.finfo(jnp.bfloat16).max)  # no key is larger, or below its negative
     assert (np.asarray(bounds.lowest[0, 3], np.float32) == largest).all()
     assert (np.asarray(bounds.highest[0, 3], np.float32) == -largest).all()
 
 
 def test_the_page_with_the_largest_possible_product_wins_where_the_mean_says_otherwise():
-    # Page 1 holds one outstanding key among opposite ones; the means of all other pages are larger.
+    # Page 1 holds one outstanding key among opposite ones; other pages have larger means.
     key = np.full((1, CAPACITY, 1, HEAD_DIM), 0.1, np.float32)
     key[0, 16:32], key[0, 20] = -1.0, 2.0
     ends = jnp.array([CAPACITY], jnp.int32)

@@ -1,4 +1,4 @@
-"""README's block on text runs as it stands, on a small model under the name that it loads."""
+"""README's block on text runs unchanged on a small model under the name that it loads."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The benchmark of instruction models: stages, and what they choose."""
+"""The benchmark of instruction models: its stages, and their choices."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ def test_a_model_is_run_in_stages_and_calls(tmp_path, capsys):
     real_models.main([*common, "--stage", "development", "--dense-layers", "0", "1", "3"])
     rows = json.loads(out.read_text())["rows"]
     variants = {row["variant"] for row in rows if row["policy"] == "quest"}
-    assert variants == {"dense_layers=0", "dense_layers=1"}  # three of four are too many
+    assert variants == {"dense_layers=0", "dense_layers=1"}  # three of four layers are too many
     real_models.main(common)
     assert capsys.readouterr().out.count("finished") == 2
     found = json.loads(out.read_text())
@@ -85,7 +85,7 @@ def test_a_model_is_run_in_stages_and_calls(tmp_path, capsys):
     assert set(meta["models"]) == {"model"} and len(meta["models"]["model"]["sha256"]) == 1
     assert meta["runs"]["model, development"]["seed"] != meta["runs"]["model, report"]["seed"]
     assert {one["variant"] for one in meta["not_run"]} == {"dense_layers=3"}
-    # What was asked for and can be measured is there, of both stages.
+    # Everything requested and measurable is there, from both stages.
     assert read_results(out).missing == () and read_results(out).asked > 20
     real_models.main([*common, "--seconds", "1000"])
     assert json.loads(out.read_text())["rows"] == found["rows"]

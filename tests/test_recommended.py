@@ -1,4 +1,4 @@
-"""The recommended policy against the specification, its budgets, and the density it measures."""
+"""The recommended policy against the specification, its budgets, and its measured density."""
 
 import functools
 
@@ -49,7 +49,7 @@ CONFIGS = {
         **(OPTIONS | {"min_tokens": 1}), representatives=SIZE
     ),
 }
-# Heads, head dimension and tokens of each sequence.
+# Heads, head_dim and tokens of each sequence.
 SHAPES = {
     "ragged": ((4, 2), 16, (203, 1)),
     "wide heads": ((6, 2), 64, (160, 17)),
@@ -69,12 +69,12 @@ KEPT = {
 }
 
 
-# Logits of 16 and more, as sums of 32 products; see `test_algorithm`.
+# Logits reach 16 and sum 32 products; see `test_algorithm`.
 ROUNDING = 2e-5
 
 
 def draw(shape, kind):
-    """Queries and keys of every sequence, one pair of lists over the layers each."""
+    """Draws queries and keys of every sequence, one pair of lists over the layers each."""
     heads, head_dim, lengths = SHAPES[shape]
     drawn = []
     for seed, length in enumerate(lengths):
@@ -99,7 +99,7 @@ def draw(shape, kind):
 
 @functools.partial(jax.jit, static_argnames=("config", "is_token"))
 def run(query, key, lengths, *, config, is_token):
-    """Lists and states of every layer, of a prompt or of its last token."""
+    """Returns lists and states of every layer, of a prompt or of its last token."""
     batch, tokens = query.shape[1:3]
     num_blocks = key.shape[2] // SIZE
     if is_token:
@@ -117,7 +117,7 @@ def run(query, key, lengths, *, config, is_token):
 
     def step(walk, layer):
         query, own, index = layer
-        codes = config.observe(own, own, empty, span=whole)  # queries leave nothing
+        codes = config.observe(own, own, empty, span=whole)  # the policy stores nothing of queries
         lists, walk = config.select(query, key, codes, walk, layer=index, span=span)
         return walk, (lists.ids[:, 0], lists.counts[:, 0], walk.scores)
 
@@ -126,7 +126,7 @@ def run(query, key, lengths, *, config, is_token):
 
 
 def batch(drawn, lengths):
-    """The sequences in one array, NaN where they have no token."""
+    """Pads the sequences into one array, NaN where they have no token."""
     capacity = -(-max(lengths) // SIZE) * SIZE
 
     def stack(which):
@@ -199,7 +199,7 @@ def test_budgets_equal_their_definition_and_ignore_the_length_of_the_prompt(
 
 
 def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt():
-    # Every representative is the token's query: evidence differs by a factor alone.
+    # Every representative is the token's query: page scores differ only by a factor.
     config = SketchWalkConfig.recommended(**OPTIONS, local_tokens=0)
     length = 160
     layers = cases.draw_layers(3, num_layers=NUM_LAYERS, num_tokens=length, spread=0.7)
@@ -253,7 +253,7 @@ def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
             is_dense = layer in dense or phase not in ("both", name)
             assert (by_layer[layer] == 1.0) == is_dense
         if phase in ("both", name):
-            # A decoded token has parts of one block, of 30.
+            # The density of a decoded token has steps of one block in 30.
             slack = 0.01 if name == "prefill" else 0.5 / 30
             assert abs(by_layer.mean() - density) < slack
     if phase == "both":

@@ -1,4 +1,4 @@
-"""Nothing compiles twice: steps, prompts of one bucket, numbers of tokens, calls without `jit`."""
+"""Nothing compiles twice: steps, prompts of one bucket, lengths, calls without `jit`."""
 
 import functools
 
@@ -31,14 +31,14 @@ def test_decode_steps_share_one_program(monkeypatch, weights):
     )
     config = POLICIES["paper"]
     cache = init_cache(MODEL, config, batch=2, max_tokens=64)
-    for token in range(40):  # across block boundaries
+    for token in range(40):  # crosses block boundaries
         tokens = np.full(2, token, np.int32)
         _, cache = steps.decode_step(weights, tokens, cache, model_config=MODEL, policy=config)
 
 
 @pytest.fixture
 def at_most(monkeypatch):
-    """Lets `generate` and `stream` trace their two programs so many times each."""
+    """Limits how often `generate` and `stream` may trace their two programs."""
 
     def limit(reads: int, decodes: int) -> None:
         own, steps = ("capacity", "settings"), ("num_tokens", "eos_token_ids", "pad_token_id")
@@ -82,14 +82,14 @@ def test_a_given_capacity_reads_prompts_with_one_program(at_most, weights):
     at_most(2, 2)
     prompt, _ = prompts(40)
     options = {"model_config": MODEL, "policy": POLICIES["dense"], "max_tokens": 400}
-    for max_new_tokens in (2, 300):  # two rooms
+    for max_new_tokens in (2, 300):  # two capacities
         generation.generate(weights, prompt, max_new_tokens=max_new_tokens, **options)
-    options |= {"return_selection": True, "chunk_size": 32}  # what concerns prompts alone
+    options |= {"return_selection": True, "chunk_size": 32}  # options of prefill only
     generation.generate(weights, prompt, max_new_tokens=2, **options)
 
 
 def test_a_longer_bucket_does_compile(at_most, weights):
-    """The counter above can fail."""
+    """Shows that the counter above can fail."""
     at_most(1, 1)
     run = generation.make_generate(MODEL, POLICIES["dense"], max_new_tokens=1)
     run(weights, prompts(20)[0])
@@ -102,7 +102,7 @@ def test_a_longer_bucket_does_compile(at_most, weights):
 
 @pytest.fixture
 def compiled():
-    """The names of what was compiled so far."""
+    """Returns the names of all programs compiled so far."""
     names = []
 
     def listen(event, seconds, **details):
@@ -115,7 +115,7 @@ def compiled():
 
 
 def _attend(name, num_tokens, seed):
-    """One of the public functions on drawn arrays, which are made without compiling."""
+    """Calls a public function on drawn arrays, which are made without compiling."""
     rng, size = np.random.default_rng(seed), 16
     shapes = [(2, num_tokens, heads, 8) for heads in (4, 2, 2)]
     query, key, value = (jnp.asarray(rng.standard_normal(x, np.float32)) for x in shapes)

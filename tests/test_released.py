@@ -25,7 +25,7 @@ def truncated(layers, length):
 
 
 def is_settled(kept, walk_row, row, num_tokens):
-    """Whether rounding could not change what a row keeps."""
+    """Says whether rounding cannot change the kept blocks of a row."""
     noise = 2e-5 * np.random.default_rng(row).uniform(-1, 1, len(walk_row))
     shaken = reference.released_select(walk_row * (1.0 + noise), row, num_tokens, CONFIG)
     return shaken == kept or len(kept) == row + 1
@@ -74,7 +74,7 @@ def test_decode_selects_as_the_reference(length):
 
 @pytest.mark.parametrize("num_tokens", [1, 319, 320, 321, 640, 1279, 1280, 6400])
 def test_shares_of_the_prompt_are_rounded_as_documented(num_tokens):
-    # Equal entries: nothing stands out, so only the first and the recent blocks are kept.
+    # No equal entry is above the threshold, so only first and recent blocks are kept.
     row = (num_tokens - 1) // SIZE
     kept = reference.released_select(np.ones(row + 1), row, num_tokens, CONFIG)
     share = -(-num_tokens // (20 * SIZE))  # 5 % of the tokens, in whole blocks

@@ -1,4 +1,4 @@
-"""Tables of the pages: which rows a line and a cell are made of, and what they say of them."""
+"""Tables of the pages: the rows behind a line and a cell, and the text that they give."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_a_quick_run_makes_no_table(write):
 
 
 def answered(policy, task, right_of, count=40, **more):
-    """A row of an evaluation."""
+    """Makes a row of an evaluation."""
     row = {"policy": policy, "preset": None, "phase": "decode", "density": 0.2, "tokens": 1024}
     row |= {"task": task, "exact": right_of / count, "prompts": count, "depth": None}
     row |= {"is_right": [int(one < right_of) for one in range(count)], "model": "tiny"}
@@ -105,7 +105,7 @@ def test_answers_are_added_up_without_parts_losses_and_tasks_that_do_not_count(w
     ]
     options = {"where": {"phase": "decode"}, "lines": ("method",)}
     text = write(rows, **options, columns={"Right": ({}, right), "Range": ({}, right_interval)})
-    assert "| dense | 1.00 | 1.00 (0.91–1.00) |" in text  # in every phase and density
+    assert "| dense | 1.00 | 1.00 (0.91–1.00) |" in text  # for all phases and densities
     assert "| `quest` | 0.62 | 0.62 (0.52–0.72) |" in text
 
 
@@ -119,7 +119,7 @@ def test_a_line_shows_rows_of_one_code(write):
     columns = {one: ({"task": one}, right) for one in ("single_needle", "multi_key")}
     text = write(rows, lines=("method",), columns=columns, has_gaps=True)
     assert f"| dense | 1.00 | {NOTHING} |" in text
-    # The columns of the line have two codes, as often as each other: the first one is shown.
+    # The line has two versions of the code, equally often: the first one is shown.
     assert f"| `quest` | 0.50 | {NOTHING} |" in text
     columns["mid_prompt"] = ({"task": "mid_prompt"}, right)
     text = write(rows, lines=("method",), columns=columns, has_gaps=True)

@@ -26,7 +26,7 @@ TYPES: dict[str, RopeConfig] = {
 
 
 def complex_rotation(x: np.ndarray, positions: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """RoPE as multiplication by `exp(i position f)` in float64."""
+    """Computes RoPE as multiplication by `exp(i position f)` in float64."""
     frequencies, factor = rope_frequencies(rope, x.shape[-1])
     half = x.shape[-1] // 2
     angles = positions[..., None].astype(np.float64) * frequencies.astype(np.float64)
@@ -60,7 +60,7 @@ def test_rotation_is_multiplication_by_a_complex_phase(rope_type: str):
     positions = np.array([[0, 1, 2, 3, 4], [7, 0, 63, 100, 31]], np.int32)
     rotated = apply_rope(jnp.asarray(x), jnp.asarray(positions), rope=TYPES[rope_type])
     expected = complex_rotation(x, positions, TYPES[rope_type])
-    # An angle of 100 radians carries float32 rounding of 4e-6.
+    # At 100 radians, float32 rounds angles by up to 4e-6.
     np.testing.assert_allclose(rotated, expected, rtol=0, atol=2e-5)
 
 

@@ -1,4 +1,4 @@
-"""Evaluations: one from the command line, continued, interrupted and finished by the library."""
+"""Evaluations: run by the command line; continued, interrupted and finished by the library."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ BYTES = tuple(f"decode_bytes_{name}" for name in ("keys", "values", "metadata"))
 
 @dataclasses.dataclass
 class Evaluation:
-    """A whole evaluation: its file, what it printed, and the prompts that it drew."""
+    """A whole evaluation: its file, its output, and its prompts."""
 
     file: Path
     out: str
@@ -69,7 +69,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory) -> Evaluation:
-    """From the command line, in this process."""
+    """Runs an evaluation from the command line, in this process."""
     file = tmp_path_factory.mktemp("out") / "quality.json"
     found = Evaluation(file, "", "", [], [])
     draw_held_out, draw = calibrated_rules.held_out_prompts, _Run._draw
@@ -97,7 +97,7 @@ def finished(model, tmp_path_factory) -> Evaluation:
 
 @pytest.fixture
 def asked(monkeypatch) -> list:
-    """What is measured: task, rule and phases of every batch."""
+    """Records measurements: task, rule and phases of every batch."""
     seen = []
     run = Measurement.run
 
@@ -168,7 +168,7 @@ def test_finished_rows_are_not_run_again(finished, model, asked, tmp_path, monke
     out = tmp_path / "quality.json"
     out.write_bytes(finished.file.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr(calibrated_rules, "held_out_prompts", None)  # nor is anything calibrated
+        patch.setattr(calibrated_rules, "held_out_prompts", None)  # nothing is calibrated, either
         evaluate(model, config=CONFIG, out=out)
     assert asked == [] and rows_of(out) == finished.rows
 
@@ -216,7 +216,7 @@ def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, t
     expected = [row | nothing for row in finished.rows if row["policy"] != "minference"]
     assert sorted(rows_of(out), key=str) == sorted(expected, key=str)
     assert read_results(out).missing == () and read_results(out).asked == 8
-    # One more policy: from its first moment on the file says that something is missing.
+    # With one more policy, the file says from the start that rows are missing.
     config = dataclasses.replace(config, policies=("streaming", "random"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Measurement, "run", None)
@@ -258,7 +258,7 @@ def test_policies_for_decode_can_be_added_to_a_file(finished, model, tmp_path):
         # Two of three layers are dense, and only decoded tokens count.
         all_layers = row["measured_density_all_layers"]
         assert all_layers == pytest.approx((2 + measured) / 3, abs=1e-4)
-        # The heads of a group have lists of their own, of which keys are read once.
+        # Heads of a group have different lists, but read a shared key only once.
         shares = [row[name] / dense[name] for name in BYTES[:2]]
         assert shares[0] == shares[1] and all_layers - 1e-3 < shares[0] < (2 + 4 * measured) / 3
         assert row["decode_bytes_metadata"] > dense["decode_bytes_metadata"] == 0
@@ -278,7 +278,7 @@ def test_batches_are_of_equal_size_and_fit_into_memory():
         config = EvaluationConfig(prompts=50, **fields)
         return choose_batch(model, config, num_tokens=512, dtype="float32")
 
-    assert choose(MODEL) == 8  # 7 batches of 8, 8, 7, ... would be 8 as well
+    assert choose(MODEL) == 8  # 7 even batches would need 8, too
     assert choose(MODEL, batch=20) == 20 and choose(MODEL, batch=64) == 50
     huge = dataclasses.replace(MODEL, num_layers=10**6, hidden_size=4096)
     assert choose(huge) == 1

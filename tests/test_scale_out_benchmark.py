@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs: it runs anywhere with `--quick`, in parts."""
+"""The benchmark of several GPUs runs anywhere with `--quick`, in parts."""
 
 import importlib
 import json

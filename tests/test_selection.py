@@ -1,4 +1,4 @@
-"""Budgets, ties, forced blocks, densities, and the invariances of what is selected."""
+"""Budgets, ties, forced blocks, densities, and invariances of selection."""
 
 import math
 from fractions import Fraction
@@ -151,7 +151,7 @@ def test_attended_pairs_equal_a_count_of_pairs(length, offset, seed):
     ids, counts = cases.pack_lists(mask, padding=10)
     first = np.maximum(np.arange(10) * 16, offset)
     num = np.clip(np.minimum(np.arange(1, 11) * 16, length) - first, 0, 16)
-    # Lists as wide as any: one program for all.
+    # Pad lists to one width, so that all share a program.
     ids = np.pad(ids, ((0, 0),) * 3 + ((0, 10 - ids.shape[-1]),), constant_values=10)
     pairs = attended_pairs(
         BlockSelection(jnp.asarray(ids), jnp.asarray(counts), 16),
@@ -169,7 +169,7 @@ def test_attended_pairs_equal_a_count_of_pairs(length, offset, seed):
 
 @given(length=st.integers(1, 160), offset=st.integers(0, 159), seed=st.integers(0, 99))
 def test_attended_pairs_of_pages_equal_a_count_of_pairs(length, offset, seed):
-    """Rows of 16 queries list pages of 8 keys, among them those that the row itself holds."""
+    """Rows of 16 queries list pages of 8 keys, also pages inside the row itself."""
     offset, rng = min(offset, length - 1), np.random.default_rng(seed)
     row = np.arange(10)[:, None]
     mask = (rng.random((1, 3, 10, 20)) < 0.5) & (np.arange(20) < 2 * row + 2)
@@ -199,7 +199,7 @@ def test_measured_density_is_within_one_block_per_row_of_nominal(density):
         pairs = np.add.reduceat(mask.sum(1), firsts)
         nominal = density * np.add.reduceat(np.arange(1, length + 1), firsts)
         assert abs(pairs.sum() - nominal.sum()) <= len(sequence) * 16 * 16
-        # Row by row wherever the density asks for more than the forced blocks.
+        # Row by row, wherever the density exceeds the forced blocks.
         beyond_forced = density * np.arange(1, len(sequence) + 1) > 2
         assert beyond_forced.any() and (np.abs(pairs - nominal) <= 16 * 16)[beyond_forced].all()
 
@@ -250,7 +250,7 @@ def test_selection_ignores_a_transform_of_full_size():
 @pytest.mark.parametrize("name", ["paper", "relu"])
 def test_selection_is_bit_equal_under_powers_of_two(name):
     config = PRESETS[name]
-    layers = cases.draw_layers(9, num_layers=5, num_tokens=320)  # near-ties allowed
+    layers = cases.draw_layers(9, num_layers=5, num_tokens=320)  # near-ties do not matter
     plain = selected(config, layers)
     for factor in (2.0**-30, 0.25, 2.0**24):
         assert selected(config, layers, query=lambda x, f=factor: x * np.float32(f)) == plain

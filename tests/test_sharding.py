@@ -1,4 +1,4 @@
-"""Meshes: what is refused and where things lie, here; the rest in processes with eight devices."""
+"""Meshes: refusals and placement here; the rest in processes with eight devices."""
 
 import dataclasses
 import functools
@@ -70,7 +70,7 @@ def test_every_rank_has_its_share_of_the_parameters():
         part = found[path].shard_shape(shape.shape)
         is_norm = path[-1] == "scale"
         assert np.prod(shape.shape) == np.prod(part) * (1 if is_norm else 4), path
-    # What a rank's heads and columns give is added up: inputs of `out` and `down`, else outputs.
+    # Split the summed axis of `out` and `down`, as ranks add up their results, else the outputs.
     layers = where.params["layers"]
     assert layers["out"]["kernel"].spec == spec(None, "tensor")
     assert layers["down"]["kernel"].spec == spec(None, "tensor")
@@ -151,7 +151,7 @@ def test_without_a_mesh_there_is_no_placement():
 
 @pytest.fixture(scope="module")
 def devices(program_environment, repository: Path, tmp_path_factory):
-    """A process with eight devices, which runs one check of `mesh_checks` after another."""
+    """A process with eight devices that runs checks of `mesh_checks`."""
     process = subprocess.Popen(
         [sys.executable, repository / "tests" / "mesh_checks.py"],
         cwd=tmp_path_factory.mktemp("devices"),
@@ -168,7 +168,7 @@ def devices(program_environment, repository: Path, tmp_path_factory):
 
 @pytest.fixture
 def check(devices: subprocess.Popen):
-    """Calls a function of `mesh_checks` where there are eight devices."""
+    """Calls a function of `mesh_checks` in the process with eight devices."""
 
     def check(name: str, *arguments, **options) -> None:
         assert devices.stdin is not None and devices.stdout is not None
@@ -375,7 +375,7 @@ def test_the_command_line_evaluates_on_a_mesh(run_python, tmp_path: Path):
 
 
 def _is_close(one, other) -> bool:
-    """Whether two entries of rows are equal but for rounding."""
+    """Says whether two entries of rows differ only by rounding."""
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_is_close, one, other))
     if isinstance(one, float):

@@ -26,7 +26,7 @@ def test_srht_is_the_documented_draw(head_dim, sketch_dim):
 
 
 def test_srht_draw_does_not_change_between_versions():
-    # A saved cache is only readable with the draw that wrote it.
+    # A saved cache is readable only with the draw that wrote it.
     omega = sketch.srht_matrix(128, 64, seed=0)
     assert np.sign(omega[:8, 0]).tolist() == [1, -1, 1, 1, -1, 1, -1, 1]
     assert np.sign(omega[3, :8]).tolist() == [1, -1, -1, -1, 1, 1, 1, -1]
@@ -54,7 +54,7 @@ def test_columns_are_orthogonal():
 def test_sketched_inner_products_are_unbiased():
     rng = np.random.default_rng(0)
     query, key = rng.standard_normal((2, 8, 128)).astype(np.float32)
-    key[:4] = query[:4] + 0.5 * key[:4]  # near and far from orthogonal
+    key[:4] = query[:4] + 0.5 * key[:4]  # nearly parallel to nearly orthogonal
     draws = np.array(
         [
             np.sum((query @ omega) * (key @ omega), axis=1)
@@ -81,7 +81,7 @@ def test_error_follows_the_sketch_size(sketch_dim):
 
 
 def fast_scores(query, key, lengths, config):
-    """Block scores by the library's own steps, from padded batches `[B, T, heads, H]`."""
+    """Computes block scores in the library's steps, from padded batches `[B, T, heads, H]`."""
     size, head_dim = config.block_size, query.shape[-1]
     omega = sketch.srht_matrix(head_dim, config.sketch_dim, config.seed)
     valid = jnp.arange(query.shape[1])[None, :] < lengths[:, None]
@@ -94,7 +94,7 @@ def fast_scores(query, key, lengths, config):
 
 
 def assert_scores_equal(actual, expected):
-    """Relative to the largest score: small ones are differences of large terms."""
+    """Errors are relative to the largest score: small ones are differences of large terms."""
     num_blocks, largest = len(expected), np.abs(expected).max()
     causal = np.tril(actual[:num_blocks, :num_blocks])
     np.testing.assert_allclose(causal / largest, expected / largest, **tolerance("scores"))
@@ -143,5 +143,5 @@ def test_sketches_are_float32_whatever_the_model_computes_in(dtype):
     query, key = (jnp.asarray(x[0], dtype) for x in (layers.queries, layers.keys))
     actual = SCORES(query[None], key[None], jnp.array([64], jnp.int32), config=config)
     assert actual.dtype == jnp.float32
-    expected = reference.block_scores(query, key, config)  # of the same rounded inputs
+    expected = reference.block_scores(query, key, config)  # the same rounded inputs
     assert_scores_equal(actual[0], expected)

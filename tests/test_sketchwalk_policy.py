@@ -32,7 +32,7 @@ KEPT = ("paper",)
 
 @functools.cache
 def sequences():
-    # Scores stay within the range where float32's softmax tells blocks apart.
+    # Scores stay in the range where float32's softmax distinguishes blocks.
     shape = {"num_tokens": CAPACITY, "block_size": SIZE, "heads": (6, 2), "spread": 0.7}
     return [cases.draw_layers(seed, num_layers=NUM_LAYERS, **shape) for seed in range(3)]
 
@@ -42,7 +42,7 @@ def truncated(layers, length):
 
 
 def reference_rows(layers, config, *, is_decode=False):
-    """The reference's rows of each layer, or None where rounding could change them."""
+    """Returns the reference's rows of each layer, or None where rounding could change them."""
     rows, scores, state = [], [], None
     for arrays in zip(layers.queries, layers.keys, strict=True):
         ids, state, layer_scores = reference.select(*arrays, state, config, is_token=is_decode)
@@ -99,7 +99,7 @@ def test_decode_selects_as_the_reference(name, lengths):
             assert wanted in (None, [layer[row] for layer in rows])
             compared += wanted is not None
     assert compared > 40
-    # What decode adds up is what prefill of the same tokens adds up.
+    # Decode accumulates the same sums as prefill of the same tokens.
     longer = [truncated(x, n + 18) for x, n in zip(drawn, lengths, strict=True)]
     query, key = policy_runs.stack_sequences(longer, CAPACITY)
     _, sums = policy_runs.prefill_rows(config, query, key, np.array(lengths) + 18)

@@ -1,4 +1,4 @@
-"""What stands between the float8 products of an mlp: the kernel, alone and in models."""
+"""The kernel between the mlp's float8 matmuls, alone and in models."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 KERNELS = KernelConfig(interpret=INTERPRET)
-# Rows and columns. A program's vectors: all of one round, one cut within a warp, several rounds.
+# Rows and columns. A row's vectors: all in one round, one cut within a warp, several rounds.
 CASES = {
     "one row": (1, 128),
     "few columns": (3, 8),
@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def one_multiprocessor(monkeypatch):
-    """Few programs, so that each has several rows."""
+    """Gives each thread block several rows."""
     monkeypatch.setattr(swiglu_quantize, "num_multiprocessors", lambda: 1)
 
 
@@ -61,7 +61,7 @@ def rounded(x):
 
 @np.errstate(all="ignore")
 def equations(gate, up, row_scales, gate_scales, up_scales):
-    """Those of the kernel's file, in float32 and with its roundings."""
+    """Computes the equations in the kernel's file, in float32 and with its roundings."""
     row_scales = np.asarray(row_scales)[:, None]
     gate, up = (
         rounded(np.asarray(x, np.float32) * row_scales * np.asarray(factors))
@@ -78,16 +78,16 @@ def equations(gate, up, row_scales, gate_scales, up_scales):
 
 
 def places(rows):
-    """Numbers in eight bits as whole numbers in the same order; NaN is none of them."""
+    """Maps float8 numbers to integers in the same order; NaN must be masked."""
     bits = np.asarray(rows).view(np.uint8).astype(int)
     return np.where(bits & 128, -(bits & 127), bits)
 
 
-EXACT = RUNS_COMPILED  # the emulator's instructions are those of numpy
+EXACT = RUNS_COMPILED  # the emulator computes with numpy
 
 
 def assert_near(found, wanted, *, is_exact=EXACT):
-    """Equal, or in a few places a step of float8 away, where `exp` or `1/x` rounds otherwise."""
+    """Compares; a few numbers may be one float8 step off, as `exp` and `1/x` round differently."""
     rows, scales = found
     rows = np.asarray(rows)
     is_none = np.isnan(np.asarray(wanted[0], np.float32))
@@ -105,7 +105,7 @@ def test_rows_are_those_of_the_equations(name, capfd):
     *wanted, _ = equations(*drawn)
     assert found[0].dtype == jnp.float8_e4m3fn and found[1].dtype == jnp.float32
     assert_near(found, wanted)
-    # In float64 and unrounded: half a step of eight bits, and what bfloat16 loses six times before.
+    # Unrounded in float64: half a float8 step, and six roundings to bfloat16.
     gate, up, *scales = (np.asarray(x, np.float64) for x in drawn)
     gate, up = (x * scales[0][:, None] * y for x, y in ((gate, scales[1]), (up, scales[2])))
     exact = gate / (1 + np.exp(-gate)) * up
@@ -148,7 +148,7 @@ def test_a_row_of_tiny_numbers_has_the_least_scale():
 
 @pytest.mark.skipif(jax.default_backend() == "cpu", reason="CPUs take such numbers for zero here")
 def test_very_small_gates_are_not_lost():
-    """Where `exp` is so large that its reciprocal is smaller than the smallest normal number."""
+    """The reciprocal of such a large `exp` is below the smallest normal number."""
     gate = jnp.linspace(-89, -86, 128).astype(jnp.bfloat16)[None]
     one, columns = jnp.ones(1), jnp.ones(128)
     drawn = gate, jnp.ones_like(gate), one, columns, columns * 2.0**60
@@ -184,7 +184,7 @@ def test_rows_and_scales_fit_into_shared_memory(columns):
     assert tiling.slots >= 1 and tiling.vectors <= 7
 
 
-# In models
+# In models.
 
 
 MODEL = dataclasses.replace(tiny.MODEL, intermediate_size=64)

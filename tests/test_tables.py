@@ -1,4 +1,4 @@
-"""Rows are chosen, pooled and compared prompt by prompt, and tables say it, with every gap."""
+"""Rows are chosen, pooled and compared by prompt; tables show that and every gap."""
 
 import re
 
@@ -195,7 +195,7 @@ def test_recall_is_the_mean_over_sparse_layers():
 
 
 def is_gap(text):
-    """Whether a dash stands for a value; those of intervals stand between digits."""
+    """Says whether a dash stands for a value; dashes of intervals are between digits."""
     return re.search(r"(?<!\d)–", text) is not None
 
 

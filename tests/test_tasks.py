@@ -27,7 +27,7 @@ def draw(task: str, *, tokenizer=BYTES, num_tokens=4096, count=5, seed=0, text=T
 
 
 def parts(sample: Sample, tokenizer=BYTES) -> tuple[str, str, str]:
-    """Text up to the question, the question, and what stands behind the question."""
+    """Returns the text up to the question, the question, and the text after it."""
     start, stop = sample.question_start, sample.answer_start
     pieces = [sample.tokens[:start], sample.tokens[start:stop], sample.tokens[stop:]]
     before, question, behind = (decode(tokenizer, piece) for piece in pieces)
@@ -171,12 +171,12 @@ def test_variable_tracking_lists_a_chain_of_as_many_statements_as_hops():
         for hop in range(1, sample.hops + 1):
             chain.append(values[name])
             if hop < sample.hops:
-                assert places[chain[-1]] < places[name]  # what a name copies was said before
+                assert places[chain[-1]] < places[name]  # a name is given before it is copied
                 name = chain[-1]
         assert chain[-1].isdigit()
         assert sample.expected == ", ".join(chain) + "."
         assert sum(value.isdigit() for value in values.values()) == 3
-        # Chains of equal length: no name is copied twice, and three are never copied.
+        # Chains have equal length: no name is copied twice, and three are never copied.
         assert max(Counter(values.values()).values()) == 1
         assert len(set(values) - set(values.values())) == 3
     assert {sample.hops for sample in samples[10:]} == {4}
@@ -238,13 +238,13 @@ def test_samples_depend_on_the_seed_and_not_on_their_number(task: str):
 
 def test_where_no_cut_is_exact_a_prompt_is_shorter_never_longer():
     words = [word for word in TEXT.held_out_words if len(word) == 8]
-    even = Text(" ".join(["seventy"] * 2000 + words), "even", "", 1.0)  # eight bytes a word
+    even = Text(" ".join(["seventy"] * 2000 + words), "even", "", 1.0)  # each word has eight bytes
     for sample in draw("multi_key", text=even, num_keys=2, num_tokens=2048, count=8):
         assert 2048 - 8 < len(sample.tokens) <= 2048
 
 
 class CountingTokenizer:
-    """Counts the characters that are encoded."""
+    """A tokenizer that counts the characters that it encodes."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.total = tokenizer, 0

@@ -1,6 +1,6 @@
-"""The kernels that select for a token by the recommended policy, beside plain JAX.
+"""The kernels that select for a token by the recommended policy, against plain JAX.
 
-In the interpreter, as compiled, or on a Hopper GPU.
+Runs in the interpreter, as compiled, or on a Hopper GPU.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ token_scores = pytest.importorskip("sketchwalk_jax.pallas_kernels.page_scores.to
 
 pytestmark = pytest.mark.interpreted
 
-PAGES, PAGE = 4, 16  # of a block, keys of each
-# Heads, key/value heads, features of a head, room in blocks.
+PAGES, PAGE = 4, 16  # pages of a block, keys of a page
+# Heads, key/value heads, head_dim, blocks of the cache.
 TOKEN_SHAPES = [(4, 1, 128, 32), (4, 1, 64, 33), (6, 2, 64, 45), (14, 2, 64, 63), (4, 1, 128, 64)]
 
 
 def assert_ranks_find(select_on, ranks, wanted):
-    """One of two ranks selects, from what both have sent, the lists of one device."""
+    """Checks that a rank finds one device's lists from both ranks' page scores."""
     sent = [[], []]
     for rank in range(ranks):
 
@@ -52,7 +52,7 @@ def assert_ranks_find(select_on, ranks, wanted):
 
 
 def draw_token(heads, kv_heads, head_dim, blocks, kind, *, second=17 * SIZE):
-    """Queries, codes, evidence of the layer before and lengths, down to one token and none."""
+    """Draws queries, quantized keys, the last layer's page scores, and lengths down to 1 and 0."""
     rng = np.random.default_rng(heads)
     lengths = np.array([blocks * SIZE - 9, second, 1, 0])
     key = rng.normal(size=(4, blocks * SIZE, kv_heads, head_dim // 2))
@@ -64,10 +64,10 @@ def draw_token(heads, kv_heads, head_dim, blocks, kind, *, second=17 * SIZE):
     if kind == "nan":
         key[0, 5 * SIZE : 6 * SIZE] = key[1, 7, 0, 1] = np.nan
         queries[0, 0, 0, slow], queries[0, 0, 1, slow + 1] = np.inf, np.nan
-        queries[1] = np.nan  # nothing finite is seen
+        queries[1] = np.nan  # no logit is finite
     if kind == "huge":
         key[0, 7] *= 1e20
-        queries[0, :, ::2] *= 1e18  # as above
+        queries[0, :, ::2] *= 1e18  # as in `test_prompt_selection_kernels`
         queries[0, :, 1::2] *= 1e12
     lengths = jnp.asarray(lengths, jnp.int32)
     codes = coded(jnp.asarray(key, jnp.bfloat16), lengths)
@@ -96,7 +96,7 @@ def check_tokens_are_selected_alike(policy, drawn):
     lists = [np.asarray(one[0].ids)[:, 0, 0] for one in (found, wanted)]
     assert lists[0].shape == lists[1].shape
     for own, other, row, length in zip(*lists, scores, np.asarray(drawn[3]), strict=True):
-        # The same pages, but for ties within rounding.
+        # The same pages, except for ties within rounding.
         for missed, taken in zip(
             sorted(set(other) - set(own)), sorted(set(own) - set(other)), strict=True
         ):
@@ -172,7 +172,7 @@ def test_ranks_that_share_the_heads_make_the_lists_of_one_device():
 
 SINKS, LOCAL = 3, 2  # pages
 SCALE, DECAY = 0.1, 0.7
-# Beside the first sequence, whose last page has 7 keys: one of 5, a full one, one key in a block.
+# The first sequence's last page has 7 keys. The second's: 5, a full one, 1 key of a block.
 PAGE_CASES = [
     (TOKEN_SHAPES[0], "nan", 17 * SIZE + 21),
     (TOKEN_SHAPES[1], "random", 17 * SIZE + 32),
@@ -186,7 +186,7 @@ PAGE_CASES = [
 
 
 def page_budgets(columns):
-    """Pages that are kept by layer and page: all in the first layer, some in the others."""
+    """Returns kept pages by layer and page: all in the first layer, some in the others."""
     forced = {"sink_blocks": SINKS, "local_blocks": LOCAL}
     return np.stack([block_budget(columns, density=x, **forced) for x in (1.0, 0.3)])
 
@@ -217,7 +217,7 @@ def select_pages(queries, codes, walk, lengths, *, exponent=4, ranks=None):
 
 
 def page_evidence(queries, codes, previous, length, exponent):
-    """Evidence of all pages of one sequence, in float64 on the host."""
+    """Computes all page scores of one sequence, in float64 on the host."""
     query = np.asarray(queries, np.float64)[0][:, algorithm.slow_channels(queries.shape[-1])]
     code = np.asarray(codes.code).astype(int)
     code = np.concatenate([(code & 15 ^ 8) - 8, (code >> 4 ^ 8) - 8], axis=-1)
@@ -272,7 +272,7 @@ def check_pages(drawn, exponent=4):
         ranked = sorted(range(last + 1), key=lambda x: (x not in forced, -wanted[x], x))
         kept, listed = set(ranked[:count]), set(ids[:count].tolist())
         assert forced <= listed
-        # The same pages, but for ties within rounding.
+        # The same pages, except for ties within rounding.
         for missed, taken in zip(sorted(kept - listed), sorted(listed - kept), strict=True):
             np.testing.assert_allclose(wanted[missed], wanted[taken], rtol=2.0 * bound["rtol"])
 
@@ -323,9 +323,9 @@ def select_both_ways(select, monkeypatch):
 
 
 def assert_spread_alike(drawn, monkeypatch):
-    """The same lists and evidence, bit for bit, of kernels that are compiled.
+    """Checks that compiled kernels give the same lists and page scores, bit for bit.
 
-    The interpreter's exponentials and sums depend on the shape of an array, by a bit or two.
+    The interpreter's exponentials and sums depend on an array's shape, by a bit or two.
     """
     alone, spread = select_both_ways(functools.partial(select_pages, *drawn), monkeypatch)
     assert np.asarray(alone[1].scores).max() > 0.0

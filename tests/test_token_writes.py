@@ -1,4 +1,4 @@
-"""A decoded token written to the caches by kernels, and as plain JAX writes it."""
+"""The kernels that write a decoded token to the caches, against plain JAX."""
 
 import functools
 
@@ -25,9 +25,9 @@ pytestmark = [
 
 KERNELS = KernelConfig(interpret=INTERPRET)
 SIZE, BLOCKS, LAYERS = 64, 2, 3
-# The first token of a block, the last that there is room for, one without room, an ended sequence.
+# A block's first token, the last that fits, one that does not fit, an ended sequence.
 POSITIONS, ACTIVE = (SIZE, BLOCKS * SIZE - 1, BLOCKS * SIZE, 5), (True, True, True, False)
-SMALL = (4, 32, "float32")  # heads, channels of each, type
+SMALL = (4, 32, "float32")  # heads, head_dim, type
 
 
 def draw(kv_heads, head_dim, dtype="bfloat16"):
@@ -77,7 +77,7 @@ def test_a_token_is_written_in_the_launch_that_codes_it(head_dim, capfd):
         lambda x: jnp.asarray(rng.integers(0, 99, (2, *x.shape))).astype(x.dtype), one
     )
     options = {"layer": jnp.asarray(0, jnp.int32), "span": span, "kernel_config": KERNELS}
-    layer = jnp.asarray(2, jnp.int32)  # the caches have dense layers before it
+    layer = jnp.asarray(2, jnp.int32)  # dense layers come first in the caches
 
     @jax.jit
     def append(key, value, keys, values, codes):

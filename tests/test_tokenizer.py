@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def wrap(model, **settings):
-    """Makes a tokenizer of transformers that adds a beginning-of-sequence token, as Llama's."""
+    """Makes a transformers tokenizer that adds a beginning-of-sequence token, as Llama's do."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
@@ -39,12 +39,12 @@ def wrap(model, **settings):
 
 
 def byte_level(**settings):
-    """The kind of Llama 3 and Qwen: bytes, and merges of them that cut characters anywhere."""
+    """Makes one like Llama 3's and Qwen's: bytes, and merges that split characters anywhere."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     to_characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     merges = []
-    for text in ("th", " a", "é", "你", "😀"):  # of the first two bytes; the others stay alone
+    for text in ("th", " a", "é", "你", "😀"):  # merges the first two bytes; others stay alone
         merges.append(tuple(to_characters.pre_tokenize_str(text)[0][0][:2]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = alphabet + ["".join(pair) for pair in merges]
@@ -56,7 +56,7 @@ def byte_level(**settings):
 
 
 def byte_fallback(**settings):
-    """The kind of Llama 2: words with their space, and bytes for what is no word."""
+    """Makes one like Llama 2's: words with their space, and bytes for unknown words."""
     from tokenizers import Tokenizer, decoders, models
 
     words = ["<unk>", "▁", "▁the", "a", "▁a", ".", "é"]
@@ -127,7 +127,7 @@ def test_streamed_text_of_any_bytes_equals_full_decode(data: bytes, chunks: list
 
 
 def spelled(data: bytes) -> str:
-    """Writes bytes in the characters that byte-level vocabularies have for them."""
+    """Writes bytes in the characters of byte-level vocabularies."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable}
@@ -170,7 +170,7 @@ def test_an_unfinished_character_comes_at_the_end_and_the_next_text_starts_anew(
 
 
 class CountingTokenizer:
-    """Counts the tokens that pass through `decode`."""
+    """A tokenizer that counts the tokens that it decodes."""
 
     def __init__(self, tokenizer):
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
@@ -210,7 +210,7 @@ def test_a_folder_of_the_home_directory_is_found(directory: Path, monkeypatch):
 
 
 def digits_by_threes():
-    """Byte-level, with rules of its own: lower case, digits by threes, and whole pieces."""
+    """Makes a byte-level tokenizer with rules for lower case, digits by threes and whole pieces."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE(ignore_merges=True))
@@ -265,13 +265,13 @@ def test_ids_are_those_of_the_file_whatever_class_is_named(
 
 def test_the_configuration_says_what_is_special_and_adds_what_it_numbers(tmp_path: Path):
     model = digits_by_threes()
-    model.add_tokens(["<told>"])  # as text, says the file
+    model.add_tokens(["<told>"])  # the file says: plain text
     size = model.get_vocab_size()
     model.save(str(tmp_path / "tokenizer.json"))
     walk = next(token for token in model.get_vocab() if token.endswith("walk"))
     settings = {
-        "eos_token": walk,  # in the vocabulary, no whole token of the file
-        "pad_token": "<pad>",  # nowhere: it would have an id that the model does not know
+        "eos_token": walk,  # in the vocabulary, but no added token of the file
+        "pad_token": "<pad>",  # not in it: its id would exceed the model's
         "added_tokens_decoder": {
             str(size): {"content": "<new>", "special": False},
             str(size + 5): {"content": "<far>", "special": True},
@@ -330,7 +330,7 @@ def test_a_call_leaves_nothing_behind_for_encode(left: dict):
     tokenizer(text, **left)
     assert len(expected) == 202 and encode(tokenizer, text).tolist() == expected
     tokenizer(text, **left)
-    tokenizer.add_tokens(["thth"])  # a copy made before must not be used any more
+    tokenizer.add_tokens(["thth"])  # an earlier copy must not be used again
     assert len(encode(tokenizer, text)) == 102
     tokenizer.backend_tokenizer.post_processor = None
     assert len(encode(tokenizer, text)) == 101
@@ -341,7 +341,7 @@ def test_a_thread_that_truncates_cuts_no_prompt_of_another():
 
     def truncate():
         while not is_over.is_set():
-            with contextlib.suppress(RuntimeError):  # of older versions, while this thread encodes
+            with contextlib.suppress(RuntimeError):  # older versions raise it during encoding
                 done.append(len(tokenizer(text, truncation=True, max_length=5)["input_ids"]))
 
     other = threading.Thread(target=truncate)
@@ -363,7 +363,7 @@ def test_a_prompt_and_its_continuation_join_to_the_whole_text(data, kind, chunks
     options = {"skip_special_tokens": skip}
     prompt = decode(tokenizer, tokens[:cut], **options)
     if prompt.endswith("\N{REPLACEMENT CHARACTER}"):
-        return  # half a character, which no continuation can mend
+        return  # half a character, which nothing can complete
     more = decode(tokenizer, tokens[cut:], context=tokens[:cut], **options)
     assert prompt + more == decode(tokenizer, tokens, **options)
     pieces = stream(tokenizer, tokens[cut:], chunks, context=tokens[:cut], **options)

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def draw_scores(case, seed):
-    """Scores, absolute rows and counts."""
+    """Draws scores, absolute rows and counts."""
     rng = np.random.default_rng(seed)
     shape = (len(case.rows), case.num_rows, case.num_blocks)
     if case.kind == "wide":
@@ -42,7 +42,7 @@ def draw_scores(case, seed):
 
 
 def expected_ids(case, arguments):
-    """Lists `[B, I, P]` by sorting, padded with the number of blocks."""
+    """Computes lists `[B, I, P]` by sorting, padded with the number of blocks."""
     scores, rows, counts = map(np.asarray, arguments)
     sinks, local = case.forced
     wanted = np.full((*rows.shape, int(case.budget[-1])), case.num_blocks)

@@ -1,4 +1,4 @@
-"""The training recipe: what sequences say is true, and two small runs end in a usable model."""
+"""The training recipe: its sequences are true, and two small runs end in a usable model."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ HOPS = recipe.Recipe(stages=(), peak=1.0).hops
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some megabytes of English: Python's help, over and over."""
+    """Writes some megabytes of English: Python's help, repeated."""
     from pydoc_data.topics import topics
 
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -41,7 +41,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(text_file: Path) -> tuple:
-    """Tokenizer, tokens and sentences."""
+    """Prepares tokenizer, tokens and sentences."""
     parts = corpus.read_corpus(text_file, validation_share=0.1)
     tokenizer = corpus.train_tokenizer(parts.training, vocab_size=recipe.VOCAB_SIZE, seed=0)
     words = corpus.find_words(parts.training, held_out=False)
@@ -54,7 +54,7 @@ def maker(data: tuple, *, lists_chains: bool = True) -> sequences.SequenceMaker:
 
 
 def answers(tokenizer, tokens: np.ndarray, classes: np.ndarray) -> list[tuple[str, str, str]]:
-    """Kind, the text before, and the answer, of every question of a sequence."""
+    """Returns kind, preceding text and answer of every question in a sequence."""
     names = {index: kind for kind, index in sequences.CLASSES.items()}
     cuts = [0, *np.flatnonzero(np.diff(classes)) + 1, len(classes)]
     found = []
@@ -69,7 +69,7 @@ def answers(tokenizer, tokens: np.ndarray, classes: np.ndarray) -> list[tuple[st
 
 
 def expected(kind: str, before: str, *, lists_chains: bool) -> list[str]:
-    """What answers the question at the end of a text, read with regular expressions."""
+    """Answers the question at the end of a text, with regular expressions."""
     if kind == "vote":
         votes = re.findall(r" One vote for (\w+)\.", before)
         return [max(set(votes), key=votes.count)]
@@ -151,7 +151,7 @@ def test_the_rate_warms_up_and_falls_to_its_final_share():
 
 @pytest.fixture
 def _promotion_as_elsewhere() -> Iterator[None]:
-    """Optax and Flax promote types and ranks; the setting counts in threads too."""
+    """Turns off strict promotion for Optax and Flax; the setting also applies in threads."""
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
     yield
@@ -168,7 +168,7 @@ def test_runs_that_go_on_from_one_another_end_in_a_model_that_loads(tmp_path, mo
     text.write_text(" ".join(topics.values()), encoding="utf-8")
     monkeypatch.setattr(prepare, "TEXT_SHARE_FOR_VALIDATION", 0.3)
     monkeypatch.setattr(train, "MODEL", dataclasses.replace(recipe.MODEL, num_layers=2))
-    # At this scale all stages but the last of the second run have one shape, and one program.
+    # At this scale all stages but the second run's last share a shape, and so a program.
     common = {"text": text, "scale": 0.005, "workers": 1, "dtype": "float32"}
     train.main(out=first, steps="150,1,1,1,2", **common)
     train.main(out=second, recipe="continue", init=first / "model", steps="1,1,1,1", **common)
@@ -177,7 +177,7 @@ def test_runs_that_go_on_from_one_another_end_in_a_model_that_loads(tmp_path, mo
     assert [run["recipe"] for run in metrics["runs"]] == ["scratch", "continue"]
     steps = [[stage["steps"] for stage in run["stages"]] for run in metrics["runs"]]
     assert steps == [[150, 1, 1, 1, 2], [1, 1, 1, 1]]
-    # So few steps teach which tokens are frequent, no more.
+    # So few steps teach only which tokens are frequent.
     assert metrics["validation"][-1]["text_loss"] < 6.85 < np.log(recipe.VOCAB_SIZE)
     assert [row["tokens"] for row in metrics["validation"]] == [64, 81]
     params, model_config = load(second / "model", dtype="float32")

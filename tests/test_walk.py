@@ -1,4 +1,4 @@
-"""The walk: numerics that never overflow, invariances, and ranks of the log-domain oracle."""
+"""The walk never overflows, has its invariances, and ranks blocks as the log-domain oracle does."""
 
 import functools
 
@@ -29,10 +29,10 @@ WALKS = {
     "one hop of powers": SketchWalkConfig.one_hop(transition="power"),
 }
 POWERS = {name: walk for name, walk in WALKS.items() if walk.transition != "softmax"}
-# Damping mixes P in, so its rows are known absolutely and never rescaled.
+# Damping mixes P in, which fixes the scale of its rows, so they are never rescaled.
 PRODUCTS = {name: walk for name, walk in WALKS.items() if not walk.beta}
 NUM_BLOCKS = 24
-LONG = ("paper", "relu power", "damped", "one hop")  # walked through 80 layers on every change
+LONG = ("paper", "relu power", "damped", "one hop")  # run through 80 layers on every change
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -54,7 +54,7 @@ def _walk(scores, rows, matrix_scale, row_scale, *, config):
 
 
 def run_walk(scores, config, *, rows=range(NUM_BLOCKS), matrix_scale=1.0, row_scale=1.0):
-    """Selecting scores and states of each layer of `[L, J, J]` scores, for the given rows."""
+    """Returns selecting scores and states of each layer of `[L, J, J]` scores, for given rows."""
     factors = np.broadcast_to(np.float32(row_scale), len(rows))
     rows, matrix_scale = np.array(rows, np.int32), np.float32(matrix_scale)
     return _walk(np.asarray(scores, np.float32), rows, matrix_scale, factors, config=config)
@@ -69,12 +69,12 @@ def draw_scores(seed, num_layers, *, decades=3.0, num_blocks=NUM_BLOCKS):
 
 
 def softer(scores, config):
-    """Keeps softmax logits where the exponentials of a row differ by less than 2^-126."""
+    """Limits softmax logits so that a row's exponentials stay in float32's range."""
     return np.clip(scores, -20.0, 20.0) if config.transition == "softmax" else scores
 
 
 def assert_ranks_as_the_oracle(states, scores, config):
-    """Compares every pair of entries whose order float32 can know, and counts them."""
+    """Compares every pair of entries that float32 can order, and counts them."""
     compared = 0
     for state, expected, lost in zip(
         states, oracle.log2_walk(scores, config), oracle.log2_lost(scores, config), strict=True
@@ -95,7 +95,7 @@ def test_state_equals_the_oracle(config):
     _, states = run_walk(scores, config)
     for state, expected in zip(states, oracle.walk_layers(list(scores), config), strict=True):
         scale = 1.0
-        if config.transition != "softmax":  # known up to a factor per row
+        if config.transition != "softmax":  # a row's scale is free
             scale = np.maximum(state, 0).max(1, keepdims=True) + 1e-30
         np.testing.assert_allclose(state / scale, expected, **tolerance("scores"))
 
@@ -139,7 +139,7 @@ def test_uniformly_tiny_or_huge_scores_rank_the_same(size):
 
 
 def test_a_row_that_reaches_only_a_small_one_does_not_vanish():
-    # All of row 2's weight lies on block 0, whose own scores are 2^-20 of the others'.
+    # All weight of row 2 is on block 0, whose own scores are 2^-20 of the others'.
     config = WALKS["relu power"]
     scores = np.zeros((2, 3, 3), np.float32)
     scores[0] = np.diag([1.0, 1.0, 0.0])

@@ -39,7 +39,7 @@ SCALES = {
 def assert_holds(
     params: dict[str, Any], tensors: dict[str, np.ndarray], config: ModelConfig
 ) -> None:
-    """Every parameter, applied to an input, gives what its stored tensor gives."""
+    """Checks that every parameter, applied to an input, gives the result of its stored tensor."""
     generator = np.random.default_rng(0)
     heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
     for layer in range(config.num_layers):
@@ -105,7 +105,7 @@ def test_parameters_hold_the_stored_tensors(tmp_path: Path, case: str):
 def test_parameters_are_cast_to_the_target_dtype(tmp_path: Path, stored: str, target: str | None):
     tensors = write_checkpoint(tmp_path, dtype=stored)
     params, config = load(tmp_path, dtype=target)
-    # What is made for the model by default is of the type that was loaded.
+    # Caches made by default have the loaded dtype.
     assert config.dtype == (target or stored)
     assert (
         init_cache(config, batch=1, max_tokens=64).key.dtype == params["embed"]["embedding"].dtype
@@ -171,7 +171,7 @@ def test_stored_rotary_frequencies_are_ignored(tmp_path: Path):
 
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path: Path, weights: str | None):
-    # Every shard holds a stale copy of every tensor that the index has in another one.
+    # Each shard also holds outdated copies of tensors that the index has elsewhere.
     tensors = write_checkpoint(tmp_path / "right", num_shards=3)
     expected, expected_config = load(tmp_path / "right", weights=weights)
     shutil.copytree(tmp_path / "right", tmp_path / "stale")

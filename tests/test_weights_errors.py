@@ -1,4 +1,4 @@
-"""Every way in which loading a directory can fail, and what its message says."""
+"""Every way in which loading a directory can fail, and its message."""
 
 import json
 from pathlib import Path
@@ -137,7 +137,7 @@ def test_an_adapter_is_told_from_a_model(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))  # some trainers write it
     with pytest.raises(ValueError, match="an adapter of peft"):
         load(tmp_path)
-    tensors = write_checkpoint(tmp_path)  # a whole model beside an adapter of it
+    tensors = write_checkpoint(tmp_path)  # a whole model next to an adapter of it
     np.testing.assert_array_equal(
         load(tmp_path)[0]["embed"]["embedding"], tensors["model.embed_tokens.weight"]
     )
@@ -168,7 +168,7 @@ def test_missing_files_of_an_index_are_named(tmp_path: Path):
 
 
 def edit_index(directory: Path, name: str, file: str | None) -> None:
-    """Names another file for a tensor, or none."""
+    """Changes the file that the index names for a tensor, or removes the entry."""
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"][name] = file

@@ -1,4 +1,4 @@
-"""Tasks in the words and turns of instruction models; the loss of code; long texts."""
+"""Tasks worded as chat turns for instruction models; the loss of code; long texts."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""The kernels that quantise keys and write tokens compile without spills."""
+"""The kernels that quantize keys and write tokens compile without spills."""
 
 import pytest
 import write_cases
@@ -19,6 +19,6 @@ def test_it_compiles(gpu, case):
 @pytest.mark.hopper
 @pytest.mark.slow
 def test_plain_jax_codes_keys_beside_the_centre_that_is_kept():
-    """XLA rounds it to bfloat16; after a mere conversion its programs would go on unrounded."""
+    """XLA rounds the zero point to bfloat16 explicitly; it would drop a pair of conversions."""
     found = compile_for("9.0", f"program {write_cases.__file__}:plain_codes")
     assert (8, 7) in map(tuple, found["roundings"])

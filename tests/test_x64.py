@@ -1,4 +1,4 @@
-"""`jax_enable_x64` changes neither types nor numbers of results."""
+"""`jax_enable_x64` changes neither types nor values of results."""
 
 import pytest
 import x64_checks

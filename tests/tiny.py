@@ -28,7 +28,7 @@ MODEL = ModelConfig(
     max_position_embeddings=512,
 )
 
-# Blocks of 16 tokens make short prompts long in blocks; one dense layer leaves three to the walk.
+# With blocks of 16 tokens short prompts have many; three layers after a dense one walk.
 SPARSE = {"block_size": 16, "sketch_dim": 8, "dense_layers": 1, "density": 0.4}
 POLICIES = {
     "dense": Dense(block_size=16),
@@ -40,7 +40,7 @@ POLICIES = {
 
 
 def params(dtype=jnp.float32, model=MODEL):
-    """Random weights, scaled up so that attention is far from uniform; drawn without compiling."""
+    """Draws weights without compiling, scaled so that attention is far from uniform."""
     rng = np.random.default_rng(7)
 
     def draw(path, shape):
@@ -56,7 +56,7 @@ def params(dtype=jnp.float32, model=MODEL):
 
 
 def prompts(*lengths: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Random prompts of the given lengths, right-padded with token 63."""
+    """Draws prompts of the given lengths, right-padded with token 63."""
     rng = np.random.default_rng(seed)
     tokens = np.full((len(lengths), max(lengths)), 63, np.int32)
     for row, length in enumerate(lengths):
@@ -65,6 +65,6 @@ def prompts(*lengths: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plan(densities: tuple[float, ...], *errors: tuple[float, ...]) -> Plan:
-    """A plan whose layers were tried at the same densities, and differ in nothing but errors."""
+    """Makes a plan whose layers were tried at the same densities and differ only in errors."""
     count = len(errors)
     return Plan((densities,) * count, errors, (1.0,) * count, (4, 8), ((0.2, 0.1),) * count)

@@ -1,10 +1,10 @@
-"""Small tokenizers of the kinds that checkpoints have, made without any file."""
+"""Makes small tokenizers of the kinds that checkpoints have, without any file."""
 
 from typing import Any
 
 from sketchwalk_jax.text.haystack import read_text
 
-# Where tokenizers of Llama 3 cut a text before they merge anything.
+# Llama 3's tokenizers split a text with this before they merge.
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -12,7 +12,7 @@ LLAMA_3 = (
 
 
 def byte_level():
-    """Bytes, without merges and without special tokens."""
+    """Makes a tokenizer of bytes, without merges and special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -24,7 +24,7 @@ def byte_level():
 
 
 def merged_bytes():
-    """The kind of Llama 3 and Qwen: merges within words, a first and, here, a last token."""
+    """Makes one like Llama 3's: merges within words, a first and, here, a last token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +50,7 @@ def merged_bytes():
 
 
 def spaces_as_characters():
-    """The kind of Llama 2: it puts a space before every text, and spells what it lacks in bytes."""
+    """Makes one like Llama 2's: a space before each text, and bytes for unknown characters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +83,7 @@ def spaces_as_characters():
     return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", unk_token="<unk>")
 
 
-# By kind.
+# Tokenizers by kind.
 TOKENIZERS: dict[str, Any] = {
     "bytes": byte_level(),
     "merges": merged_bytes(),

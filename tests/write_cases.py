@@ -1,4 +1,4 @@
-"""Shapes of what stores new tokens, quantised keys and the cache, that tests compile."""
+"""Shapes for writing new tokens, quantized keys and the cache, which tests compile."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyCodesCase:
-    """The codes of the keys of a prompt, or of one token of each sequence (`rows` of 0)."""
+    """Quantizes keys of a prompt, or of one token of each sequence (`rows` of 0)."""
 
     kv_heads: int
     head_dim: int
@@ -24,12 +24,12 @@ class KeyCodesCase:
     dtype: str = "bfloat16"
 
     def __str__(self) -> str:
-        """The name of the case."""
+        """Returns the name of the case in test ids."""
         what = f"{self.rows} rows" if self.rows else "a token"
         return f"codes {self.kv_heads} of {self.head_dim}, {what}, {self.batch}, {self.dtype}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """Statistics of all layers, with the keys added to one of them."""
+        """Returns all layers' statistics, with the keys added to one layer."""
         policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
         shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
 
@@ -58,10 +58,10 @@ class KeyCodesCase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainCodesCase:
-    """The twin of the kernel of `KeyCodesCase`, in plain JAX."""
+    """Quantizes as `KeyCodesCase` does, in plain JAX."""
 
     def program(self) -> Program:
-        """Codes, centres and steps of blocks."""
+        """Returns quantized keys, zero points and scales of blocks."""
         from sketchwalk_jax.policies.block_codes import encode
 
         key = jax.ShapeDtypeStruct((3, 4, 64, 2, 32), jnp.bfloat16)
@@ -73,7 +73,7 @@ plain_codes = PlainCodesCase()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenWriteCase:
-    """The key and value of one token of each sequence, written to the caches; with codes or not."""
+    """Writes one token of each sequence to the caches, with or without quantized keys."""
 
     kv_heads: int
     head_dim: int
@@ -82,12 +82,12 @@ class TokenWriteCase:
     has_codes: bool = False
 
     def __str__(self) -> str:
-        """The name of the case."""
+        """Returns the name of the case in test ids."""
         what = "coded and written" if self.has_codes else "written"
         return f"token {what}, {self.kv_heads} of {self.head_dim}, {self.batch}, {self.dtype}"
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """Caches of all layers, and codes, with the token in one."""
+        """Returns all layers' caches and quantized keys, with the token in one layer."""
         policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
         shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
 
@@ -114,7 +114,7 @@ class TokenWriteCase:
         return write, (token, token, cache, cache, codes, jax.ShapeDtypeStruct(end, jnp.int32))
 
 
-# By GPU.
+# Cases by GPU.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
         KeyCodesCase(kv_heads=8, head_dim=128, rows=256),

@@ -1,7 +1,7 @@
-"""Public calls under `jax_enable_x64`, compared with themselves without it.
+"""Compares public calls under `jax_enable_x64` with the same calls without it.
 
 As a program it sets the flag before it imports the package, and makes all checks, which takes
-minutes; arguments name the policies, if not all.
+minutes. Arguments limit the policies.
 """
 
 import functools
@@ -31,7 +31,7 @@ INTERPRETER = sw.KernelConfig(interpret=True)
 
 
 def check(name: str, function: Callable[..., Any], *arrays: Any) -> None:
-    """Raises unless a call gives the same types and numbers with the flag and without."""
+    """Raises unless a call gives the same types and numbers with and without the flag."""
     with jax.enable_x64(True):
         found = jax.tree.leaves(function(*arrays))
     with jax.enable_x64(False):
@@ -44,14 +44,14 @@ def check(name: str, function: Callable[..., Any], *arrays: Any) -> None:
 
 
 def draw(batch: int, tokens: int, *heads: int, head_dim: int = 16) -> list[Any]:
-    """Arrays `[B, T, heads, H]`."""
+    """Draws arrays `[B, T, heads, H]`."""
     rng = np.random.default_rng(0)
     sizes = [(batch, tokens, x, head_dim) for x in heads]
     return [jnp.asarray(rng.standard_normal(size), jnp.float32) for size in sizes]
 
 
 def attend(query: Any, key: Any, value: Any, ids: Any, counts: Any) -> Any:
-    """Attention to lists, to everything and of a token, in a stacked cache; and gradients."""
+    """Attends to lists, to everything and in decode, with a stacked cache; and takes gradients."""
     lists = sw.BlockSelection(ids, counts, 16)
     where = {"kv_lengths": jnp.array([40, 33]), "layer": 1, "return_lse": True}
     token = sw.BlockSelection(ids[:, :, :1], counts[:, :, :1], 16)
@@ -66,7 +66,7 @@ def attend(query: Any, key: Any, value: Any, ids: Any, counts: Any) -> Any:
 
 
 def layers(policy: Any, query: Any, key: Any, value: Any) -> Any:
-    """Two layers without a cache; a prompt and a token with one."""
+    """Runs two layers without a cache, then a prompt and a token with one."""
     options = {"num_heads": query.shape[2], "num_kv_heads": key.shape[2], "head_dim": 16}
     walk = sw.init_walk(*query.shape[:2], policy=policy)
     out, walk = sw.sketchwalk_attention(query, key, value, walk, policy=policy)
@@ -79,7 +79,7 @@ def layers(policy: Any, query: Any, key: Any, value: Any) -> Any:
 
 
 def generate(policy: Any, params: Any, tokens: Any, lengths: Any) -> Any:
-    """A prompt in chunks, and tokens that are drawn."""
+    """Generates from a prompt in chunks, with sampling."""
     sampling = sw.Sampling(temperature=0.8, top_k=8, top_p=0.9, repetition_penalty=1.1)
     options = {"max_new_tokens": 3, "sampling": sampling, "chunk_size": policy.block_size}
     return sw.generate(
@@ -88,7 +88,7 @@ def generate(policy: Any, params: Any, tokens: Any, lengths: Any) -> Any:
 
 
 def decode_kernel(*arrays: Any) -> Any:
-    """A token's attention by its kernel, interpreted."""
+    """Runs the decode kernel for a token, interpreted."""
     from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
         decode_attention_kernel,
     )
@@ -108,12 +108,12 @@ def check_attention() -> None:
 
 
 def check_layers(name: str, policy: Any) -> None:
-    """A policy in layers with a cache and without."""
+    """Checks a policy in layers with and without a cache."""
     check(f"layers, {name}", functools.partial(layers, policy), *draw(2, 40, 4, 2, 2))
 
 
 def main() -> None:
-    """Makes all checks, of the policies that are named or of all."""
+    """Makes all checks for the named policies, or for all."""
     check_attention()
     check("kernel", decode_kernel)
     policies = {"recommended": RECOMMENDED}

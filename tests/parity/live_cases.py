@@ -1,4 +1,4 @@
-"""Freshly drawn models for the live comparison with transformers."""
+"""Draws new models for the live comparison with transformers."""
 
 import random
 from typing import Any
@@ -18,7 +18,7 @@ NAMES = (*(f"{family}-{rope}" for family in FAMILIES for rope in ROPE_TYPES), *E
 
 
 def draw_case(name: str, seed: int) -> dict[str, Any]:
-    """Draws one case of the reference worker; the same for the same name and seed."""
+    """Draws one case of the reference worker; the same name and seed give the same case."""
     draw = random.Random(f"{seed} {name}")
     if name in EXTRAS:
         family, rope_type = draw.choice(FAMILIES), draw.choice(ROPE_TYPES)

@@ -1,4 +1,4 @@
-"""Runs transformers in an interpreter of its own and writes what it computes.
+"""Runs transformers in an interpreter of its own, and writes its results.
 
     python tests/parity/reference_worker.py JOB.json DIRECTORY
 
@@ -17,17 +17,17 @@ A case makes a random model, saves it into DIRECTORY/NAME, loads it back from th
                     float32 are added as `exact_logits`
     max_shard_size  as in save_pretrained, to get several files
     lm_head         "same" or "other": adds an lm_head.weight to a tied checkpoint
-    num_eos         how many of the tokens that come up are declared as end tokens
+    num_eos         number of generated tokens to declare as end tokens
     length          prompt tokens, default 24
     new_tokens      greedy tokens, default 12
 
-A checkpoint is `{"name", "directory", "prompts", "new_tokens"}`: a directory that exists already,
-and batches of prompts `[B, T]`, of which the first whose greedy tokens are clear is taken. With
-`"gguf_file"` it is that file of the directory, which takes the packages gguf and accelerate. Its
-`expected.npz` has the logits after the prompt only.
+A checkpoint is `{"name", "directory", "prompts", "new_tokens"}`: an existing directory, and batches
+of prompts `[B, T]`. The first batch whose greedy tokens are clear is used. With `"gguf_file"` the
+model is that file of the directory, which needs the packages gguf and accelerate. `expected.npz`
+has only the logits after the prompt.
 
-An entry of "rope" is `{"name", "config"}`; frequencies of all go into DIRECTORY/rope.npz.
-This file needs torch, transformers, numpy and safetensors, nothing of this project.
+An entry of "rope" is `{"name", "config"}`; all frequencies go into DIRECTORY/rope.npz. This file
+needs torch, transformers, numpy and safetensors, but nothing of this project.
 """
 
 import json
@@ -43,11 +43,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 BATCH = 2
 MIN_GAP = 1e-3
-"""Least distance of the two best logits along a greedy path, so that rounding decides nothing."""
+"""Smallest gap of the two best logits along a greedy path for which rounding decides nothing."""
 
 
 def random_model(case):
-    """A model whose logits are of order one, unlike those of a freshly initialised one."""
+    """Makes a model whose logits are of order one, unlike freshly initialised ones."""
     config = CONFIGS[case["model_type"]](**case["config"])
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(case["seed"])
@@ -78,7 +78,7 @@ def add_lm_head(directory, kind):
 
 
 def greedy(model, tokens, new_tokens, eos_token_ids):
-    """Greedy tokens, and the least gap between the two best logits on the way."""
+    """Returns greedy tokens, and the smallest gap between the two best logits on the way."""
     out = model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
@@ -91,7 +91,7 @@ def greedy(model, tokens, new_tokens, eos_token_ids):
     )
     best = torch.stack(out.logits).float().topk(2, dim=-1).values
     generated = out.sequences[:, tokens.shape[1] :]
-    # Every row may end before new_tokens; the rest is padding, as in the project.
+    # Every row may end before new_tokens; pad the rest, as the project does.
     padded = torch.zeros((len(tokens), new_tokens), dtype=torch.long)
     padded[:, : generated.shape[1]] = generated
     return padded, float((best[..., 0] - best[..., 1]).min())

@@ -1,4 +1,4 @@
-"""Rotary embeddings to compare with transformers: those of published models, and every option."""
+"""Rotary embeddings to compare with transformers: published models, and every option."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def _case(head_dim: int, context: int, theta: float, **scaling: Any) -> dict[str
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta} | scaling,
-        # The rest is as small as it gets: only the rotary embedding is made.
+        # Keep the rest tiny: only the rotary embedding is made.
         "hidden_size": 8,
         "num_attention_heads": 1,
         "intermediate_size": 8,
@@ -27,7 +27,7 @@ def _case(head_dim: int, context: int, theta: float, **scaling: Any) -> dict[str
 
 
 def old_spelling(rope: dict[str, Any], type_key: str = "rope_type") -> dict[str, Any]:
-    """The edits that give a config.json the rotary embedding of files before transformers 5."""
+    """Returns the edits that give config.json the rope spelling from before transformers 5."""
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
     return {
         "rope_parameters": None,

@@ -24,7 +24,7 @@ FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def processors(*, temperature, top_k, top_p, min_p, repetition_penalty) -> LogitsProcessorList:
-    """Lists processors as `GenerationMixin._get_logits_processor` does."""
+    """Returns the processors that `GenerationMixin._get_logits_processor` would."""
     chosen = LogitsProcessorList()
     if repetition_penalty != 1.0:
         chosen.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
@@ -53,7 +53,7 @@ def process_row(logits: np.ndarray, tokens: np.ndarray, settings: dict) -> np.nd
 
 
 def process(request: dict) -> np.ndarray:
-    """Processes a whole request, see the module's docstring."""
+    """Processes a whole request (see the module's docstring)."""
     rows = []
     for row, length in enumerate(request["lengths"]):
         settings = {name: request[name][row].item() for name in FIELDS}

@@ -1,7 +1,7 @@
-"""References on the host for what `sketchwalk_jax.algorithm` does not say, one sequence at a time.
+"""Host references beyond `sketchwalk_jax.algorithm`, one sequence at a time.
 
-`printed` has the variants of the printed rule, layers that are dense, and attention with any mask;
-`released` is the rule of the authors' published code. They share no code with what is tested.
+`printed` has variants of the printed rule, dense layers, and attention with any mask; `released`
+has the rule of the authors' published code. They share no code with the package.
 """
 
 # ruff: noqa: F401

@@ -1,7 +1,7 @@
 """Layers of the printed rule and its variants (damping, other transitions), on the host.
 
-Block scores and budgets are those of `sketchwalk_jax.algorithm`, the walk that of the log-domain
-oracle in float64, and attention takes any mask, one for each head if wanted.
+Block scores and budgets come from `sketchwalk_jax.algorithm`, the walk from the log-domain oracle
+in float64. Attention takes any mask, also one per head.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ def block_scores(
     *,
     is_token: bool = False,
 ) -> np.ndarray:
-    """`algorithm.block_scores` with a policy's constants."""
+    """Calls `algorithm.block_scores` with a policy's constants."""
     constants = config.block_size, config.sketch_dim, config.seed
     arrays = jnp.asarray(query), jnp.asarray(key)
     return np.asarray(algorithm.block_scores(*arrays, *constants, is_token=is_token))
 
 
 def budget(config: SketchWalkConfig, num_blocks: int) -> np.ndarray:
-    """`algorithm.block_budget` with a policy's constants."""
+    """Calls `algorithm.block_budget` with a policy's constants."""
     least = config.sink_blocks + config.local_blocks
     return algorithm.block_budget(num_blocks, config.density, least)
 
@@ -42,7 +42,7 @@ def budget(config: SketchWalkConfig, num_blocks: int) -> np.ndarray:
 def token_mask(
     rows: Sequence[Sequence[int]] | None, num_tokens: int, block_size: int
 ) -> np.ndarray:
-    """Spells out which tokens each token attends to.
+    """Returns the mask of pairs of tokens that attend.
 
     Args:
       rows: Block ids of each query block, or None for dense causal attention.
@@ -118,7 +118,7 @@ def masked_attention(
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLayer:
-    """What one layer computed.
+    """Results of one layer.
 
     Attributes:
       output: Attention output, `[T, N, H]` float32 (`T` is 1 in decode).
@@ -151,8 +151,8 @@ def select(
     Args:
       query: Queries of all tokens so far, after RoPE.
       key: Keys, likewise.
-      previous: `log2 R_{k-1}`, None at the first sparse layer; in decode that of this same token.
-      config: What is computed.
+      previous: `log2 R_{k-1}`, None at the first sparse layer; in decode the same token's.
+      config: Configuration of the policy.
       is_token: Whether the last token alone is a row.
 
     Returns:
@@ -189,7 +189,7 @@ def run_layer(
       key: Keys, likewise.
       value: Values.
       previous: `log2 R_{k-1}`, None at the first sparse layer.
-      config: What is computed.
+      config: Configuration of the policy.
       is_token: Whether this is a step of decode.
       is_dense: Attends to everything, and neither reads nor writes the walk.
 
@@ -218,7 +218,7 @@ def run_layers(
     *,
     is_token: bool = False,
 ) -> list[ReferenceLayer]:
-    """Runs all layers of a stack, those of `dense_layers` dense.
+    """Runs all layers of a stack; layers in `dense_layers` are dense.
 
     Each layer's queries are given rather than computed from the layer before, so a stack of
     attention layers can be tested without a model.

@@ -26,7 +26,7 @@ def released_transition(
 ) -> np.ndarray:
     """Averages over heads the softmax of `logit_scale · q̄ k̄ᵀ / sqrt(H)` over all blocks.
 
-    A logit that is not finite counts as none, and a head without any adds nothing.
+    Logits that are not finite do not count; a head without finite ones adds nothing.
 
     Block means divide by the block size even where the last block is partly filled. In decode
     the last row's query is the mean of the last `decode_queries` tokens instead.
@@ -34,7 +34,7 @@ def released_transition(
     Args:
       query: Queries after RoPE.
       key: Keys after RoPE.
-      config: What is computed.
+      config: Configuration of the policy.
       is_decode: Whether the last row stands for the last token.
 
     Returns:
@@ -71,7 +71,7 @@ def released_walk(
       previous: `S` before, `[I, J]` or one row `[J]`.
       matrix: `P`, `[J, J]`.
       rows: The rows of `P` that `S` stands for, shaped like `previous`.
-      config: What is computed.
+      config: Configuration of the policy.
 
     Returns:
       `S` after, shaped like `previous`.
@@ -90,7 +90,7 @@ def released_walk(
 def released_select(
     walk_row: np.ndarray, row: int, num_tokens: int, config: "ReleasedConfig"
 ) -> list[int]:
-    """Keeps the first and the recent blocks, and those that stand out among the others.
+    """Keeps the first and the recent blocks, and those above a quantile of the others.
 
     With `n` tokens: blocks below `ceil(sink_fraction · n / size)`, blocks at most
     `ceil(recent_fraction · n / size)` before the row, and blocks strictly above the
@@ -101,7 +101,7 @@ def released_select(
       walk_row: `S[i]`, all blocks.
       row: `i`.
       num_tokens: Tokens so far, `n`.
-      config: What is computed.
+      config: Configuration of the policy.
 
     Returns:
       Block ids in ascending order.
@@ -135,7 +135,7 @@ def released_select_prefill(
       query: Queries after RoPE.
       key: Keys after RoPE.
       previous: `R_{k-1}`, None at the first sparse layer, which starts from `P`.
-      config: What is computed.
+      config: Configuration of the policy.
 
     Returns:
       Block ids of each row, and `R_k`.
@@ -166,7 +166,7 @@ def released_select_decode(
     Args:
       query: Queries of all tokens so far, after RoPE.
       key: Keys of all tokens so far, after RoPE.
-      config: What is computed.
+      config: Configuration of the policy.
 
     Returns:
       Block ids, and the row `[J]` that selected them.
@@ -187,10 +187,10 @@ def softmax_over(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
     Args:
       logits: `[..., J]`, finite where they count.
-      counts: Which entries count, shaped alike.
+      counts: Mask of the entries that count, of the same shape.
 
     Returns:
-      Shaped alike; rows sum to one or are zero.
+      The same shape; rows sum to one or are zero.
 
     Example:
       >>> softmax_over(np.array([1.0, 1.0, np.nan]), np.array([True, True, False])).tolist()
