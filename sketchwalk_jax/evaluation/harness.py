@@ -116,7 +116,7 @@ class SketchWalkLM(TemplateLM):
           implementation: Attention implementation, or `None` to choose.
           calibration_tokens: Length of the prompts for calibration, from a text of 455,000
             characters; `max_length` by default.
-          seed: Seed of sampling and of the calibration prompts.
+          seed: Seed of sampling.
           device: Ignored: the harness always passes it, but `JAX_PLATFORMS` chooses the device.
           **fields: Further fields of the policy, such as `block_size`. If `thresholds` of Adamas
             are not given, they are fitted to the model's keys.
