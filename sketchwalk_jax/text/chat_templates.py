@@ -22,7 +22,7 @@ GROWTH = 2**30
 MAX_CHARACTERS = 1_000_000
 """Length of the longest template, a hundred times the length of real ones."""
 
-_PAUSE = 0.02  # seconds between checks of memory, which takes longer to fill
+_PAUSE = 0.02  # seconds of a single step after which memory is checked: filling it takes time
 # A format in a string with a width or precision of more than six digits ("%9999999d",
 # "{:>9999999}"), or such a number alone. Repetitions are bounded or cannot overlap, so that
 # matching takes linear time even on a million such characters.

@@ -132,7 +132,7 @@ def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mappin
     model = Tokenizer.from_file(str(directory / "tokenizer.json"))
     model.no_truncation()
     model.no_padding()
-    # Passing the directory lets transformers read the configuration too.
+    # With an empty model, transformers reads the configuration and, in later versions, no model.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         directory, local_files_only=True, tokenizer_object=Tokenizer(models.BPE())
     )
