@@ -221,7 +221,7 @@ class UnmaskedRule(Rule):
     variant: str | None = NO_MASK
 
     def make(self) -> UnmaskedConfig:
-        """The policy itself."""
+        """Makes the policy."""
         fields: dict[str, Any] = {"density": self.density} | dict(self.fields)
         return getattr(UnmaskedConfig, self.preset or "paper")(**fields)
 

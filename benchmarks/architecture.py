@@ -61,7 +61,7 @@ def read_imports(modules: Mapping[str, Path]) -> Graph:
 
 
 def room_of(module: str) -> str:
-    """The room that a module belongs to."""
+    """Returns the room of a module."""
     return module if module in OWN_ROOMS else module.partition(".")[0]
 
 

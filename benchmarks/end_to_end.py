@@ -365,7 +365,7 @@ def matches(cell: Cell, options: argparse.Namespace) -> bool:
 
 
 def describe(row: Row) -> str:
-    """One line for the terminal."""
+    """Formats a row as one line for the terminal."""
     name = row["preset"] or row["policy"]
     name += f" {row['density']:g}" if row["density"] not in (None, 1.0) else ""
     text = f"{row['implementation']} {row['model']} {row['phase']:<8}{row['tokens']:>8}"

@@ -5,7 +5,7 @@
 * `prefill`, `decode`: attention over random blocks, of a prompt and of a token in a stacked cache;
   the peer is dense attention, cuDNN's on a GPU. Written to `kernels.json`.
 * `quantize`, `scores`, `lists`: the parts of the recommended policy's selection for a prompt:
-  quantized keys, page scores and top-k page indices; the peer is XLA. Written to
+  quantised keys, page scores and top-k page indices; the peer is XLA. Written to
   `kernels_selection.json`.
 * `linear`: decode matmuls with stacked weights, by the type of the weights; the peers are sums of
   products and XLA's matmuls. Written to `linear.json`.

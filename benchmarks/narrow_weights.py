@@ -4,15 +4,15 @@
     python benchmarks/report.py      # the tables
 
 A model reads texts with dense attention and its own weights: `p` is its distribution after each
-token. It reads them again with quantized weights, with sparse attention, and with both: `q`. Each
+token. It reads them again with quantised weights, with sparse attention, and with both: `q`. Each
 of these is averaged over all tokens of a text but the last::
 
     KL(p ‖ q) = Σ_v p[v] (log p[v] - log q[v])      nats
     loss      = -log q[next token]                  nats
     agreement = whether the likeliest tokens of p and q are the same
 
-To locate the loss, float8 weights are also used in some layers only, and dequantized to the model's
-dtype, which leaves the inputs of layers unquantized.
+To locate the loss, float8 weights are also used in some layers only, and dequantised to the model's
+dtype, which leaves the inputs of layers unquantised.
 """
 
 import argparse
@@ -50,7 +50,7 @@ OUT = common.RESULTS / "narrow_weights.json"
 NAMES = ("model", "tokens", "weights", "part", "policy", "density")
 ALL = "all layers"
 WIDENED = "all layers, inputs not rounded"
-# Layers with quantized weights; the others keep their weights.
+# Layers with quantised weights; the others keep their weights.
 PARTS = {
     "query, key and value": ("query", "key", "value"),
     "out": ("out",),
@@ -163,7 +163,7 @@ def measure(
 
 
 def _widen(params: PyTree, narrow: PyTree) -> PyTree:
-    """Dequantizes float8 weights into the parameters' dtype."""
+    """Dequantises float8 weights into the parameters' dtype."""
     layers = dict(params["layers"])
     for name, leaf in narrow["layers"].items():
         if "quantized" in leaf:

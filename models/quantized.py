@@ -9,7 +9,7 @@ Each output channel has one scale. With weights `w` and inputs `x`::
 A channel of zeros has the scale 1. For prompts with float8 weights, inputs are quantised in the
 same way, with a scale for each token, so that both operands of the product have eight bits:
 Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their
-dtype, and XLA dequantizes one matrix of one layer at a time to it; bfloat16 and float32 represent
+dtype, and XLA dequantises one matrix of one layer at a time to it; bfloat16 and float32 represent
 `q` exactly.
 
 The libraries qwix and AQT replace products inside a model's modules. They do not fit here: weights
@@ -206,7 +206,7 @@ def multiply_quantized(
 
 
 def _round_rows(x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
-    """Quantizes rows to float8_e4m3fn; returns them and their scales."""
+    """Quantises rows to float8_e4m3fn; returns them and their scales."""
     scaled, scales = _scale(x.astype(jnp.float32), _PER_LARGEST["float8_e4m3fn"], 1)
     return scaled.astype(jnp.float8_e4m3fn), scales
 
@@ -305,7 +305,7 @@ def gate_plainly(
     gate_scales: Float[Array, "F"],
     up_scales: Float[Array, "F"],
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]]:
-    """Computes `silu(gate) · up` from bfloat16 products, quantized to float8_e4m3fn by rows.
+    """Computes `silu(gate) · up` from bfloat16 products, quantised to float8_e4m3fn by rows.
 
     Args:
       gate: Unscaled products with the weights of gate.

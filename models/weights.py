@@ -121,8 +121,8 @@ def load(
         reads only what its devices hold.
       progress: Whether to show a progress bar on standard error if loading takes longer than a
         second. If standard error is not a terminal, a line is printed every half minute.
-      use_plan: Whether to use the plan that `sketchwalk calibrate` left beside the checkpoint, if
-        there is one. A plan of another checkpoint is refused.
+      use_plan: Whether to use the plan that `sketchwalk calibrate` wrote next to the checkpoint, if
+        any. A plan of another checkpoint is refused.
 
     Returns:
       The parameters and the model's configuration. The configuration includes the plan, and its

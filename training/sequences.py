@@ -57,7 +57,7 @@ class Draft:
         self.ignored.append(is_ignored)
 
     def size(self) -> int:
-        """Tokens of all sentences and questions."""
+        """Counts the tokens of all sentences and questions."""
         questions = sum(len(one.tokens) + len(one.answer) for one in self.questions)
         return sum(map(len, self.sentences)) + questions
 

@@ -56,11 +56,11 @@ class Clock:
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def spent(self) -> float:
-        """Seconds of training so far."""
+        """Returns the seconds of training so far."""
         return time.perf_counter() - self.started
 
     def progress(self, stage: int, step: int) -> float:
-        """Share of the run that is done; `step` counts within the stage."""
+        """Returns the share of the run that is done; `step` counts within the stage."""
         if self.steps is None:
             return self.spent() / self.seconds
         return (sum(self.steps[:stage]) + step) / sum(self.steps)

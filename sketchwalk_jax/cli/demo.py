@@ -316,7 +316,7 @@ def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) ->
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float, float]:
-    """Returns the result of a call, its seconds without compilation, and those of compilation."""
+    """Returns the result of a call, its seconds without compilation, and compilation seconds."""
     spans: list[tuple[float, float]] = []
 
     def listen(event: str, start_time: float, end_time: float, **_: Any) -> None:

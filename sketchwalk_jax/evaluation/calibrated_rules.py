@@ -3,7 +3,7 @@
 To compare policies at one density, policies with a threshold are calibrated (`calibration.py`) on
 held-out prompts, never on scored ones; the threshold is then the same for all scored prompts. If a
 density counts all layers, the budgets of the other policies are set to reach it. Adamas gets
-quantization thresholds fitted to the model's keys.
+quantisation thresholds fitted to the model's keys.
 """
 
 import dataclasses
@@ -285,7 +285,7 @@ def _set_thresholds(
     lengths: Int[np.ndarray, "P"],
     model_config: ModelConfig,
 ) -> SetRule:
-    """Fits the quantization thresholds of Adamas to the model's keys."""
+    """Fits the quantisation thresholds of Adamas to the model's keys."""
     assert isinstance(rule.policy, AdamasConfig)
     policy = fit_thresholds(params, tokens, lengths, policy=rule.policy, model_config=model_config)
     return SetRule(policy, rule.settings | {"thresholds": list(policy.thresholds)})

@@ -132,7 +132,7 @@ class SketchWalkLM(TemplateLM):
         own = None if has_knob(by_name(policy, preset=preset)) else density
         self.policy = by_name(policy, preset=preset, density=own, **fields)
         if dtype is None and jax.default_backend() == "cpu":
-            dtype = "float32"  # CPUs compute the narrow types slowly
+            dtype = "float32"  # CPUs are slow in 16 bits
         self.tokenizer = load_tokenizer(tokenizer or pretrained)
         self.params, self.model_config = load(pretrained, dtype=dtype)
         if "plan" not in fields:
@@ -233,7 +233,7 @@ class SketchWalkLM(TemplateLM):
             self._pairs[phase] = attended + pairs.sum(1), causal + float(new.sum())
 
     def measured_density(self) -> dict[str, dict[str, float]]:
-        """Attended over causal pairs since `reset_density`, by phase, for sparse and all layers."""
+        """Returns the density since `reset_density`, by phase, for sparse and all layers."""
         sparse = list(sparse_layers(self.model_config, self.policy))
         found = {}
         for phase, (attended, causal) in self._pairs.items():

@@ -72,7 +72,7 @@ class Decoded:
     Attributes:
       likeliest: The likeliest next token after each fed token, int32 `[B, U]`.
       losses: `-log p` of the right next token, float32 `[B, U]`.
-      density: Attended pairs, those of the preceding prefill included.
+      density: Attended pairs, including the preceding prefill's.
     """
 
     likeliest: Int[Array, "B U"]
@@ -233,7 +233,7 @@ class Measurement:
         }
 
     def policy_of(self, rule: Rule) -> Policy:
-        """The policy of a rule, calibrated if the rule needs it."""
+        """Returns the policy of a rule, calibrated if the rule needs it."""
         return self._policies.get(rule) or rule.make()
 
     def dense_layers(self, rule: Rule) -> tuple[int, ...]:
@@ -397,7 +397,7 @@ class Measurement:
         return found
 
     def _dense_bytes(self, prompts: Prompts) -> Float[np.ndarray, "3"]:
-        """Bytes that a dense layer reads for one decoded token of the probe."""
+        """Counts the bytes that a dense layer reads for one decoded token of the probe."""
         model, dtype = self._model_config, self._params["embed"]["embedding"].dtype
         shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
         positions = np.concatenate(
@@ -411,7 +411,7 @@ class Measurement:
 
 
 def _cache_for(settings: Settings, cache: Cache) -> Cache:
-    """The cache for a policy to continue: without statistics if it never selects."""
+    """Returns the cache for a policy to continue: without statistics if it never selects."""
     if settings.policy.phases:
         return cache
     return dataclasses.replace(cache, statistics=None, made_for=())

@@ -220,7 +220,7 @@ def run_prompt(
 
 @jax.jit
 def _divergence(dense: Float[Array, "C V"], sparse: Float[Array, "C V"]) -> Float[Array, ""]:
-    """`KL(dense ‖ sparse)` in nats, mean over columns."""
+    """Computes `KL(dense ‖ sparse)` in nats, mean over columns."""
     return jnp.mean(jnp.sum(jnp.exp(dense) * (dense - sparse), axis=-1))
 
 

@@ -158,7 +158,7 @@ class ProbeSums:
         return (mass / queries).tolist(), np.sqrt(error / norm).tolist()
 
     def bytes_per_token(self) -> Float[np.ndarray, "3"] | None:
-        """Bytes of keys, values and statistics read, mean over query tokens.
+        """Averages the bytes of keys, values and statistics read over query tokens.
 
         Summed over the sparse layers. `None` if the policy was not measured.
         """

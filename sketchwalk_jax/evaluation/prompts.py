@@ -62,7 +62,7 @@ class Prompts:
         return np.concatenate([self.answer_columns, (lengths - 1)[:, None]], axis=1)
 
     def targets(self) -> Int[np.ndarray, "B C"]:
-        """The right next token at each of those columns."""
+        """The right next token at each of these `columns`."""
         return np.concatenate([self.answers, self.continuation[:, :1]], axis=1)
 
 
@@ -165,7 +165,7 @@ def right_in_decode(
 
 
 def loss_in_prefill(prompts: Prompts, losses: Float[np.ndarray, "B C"]) -> Float[np.ndarray, "n"]:
-    """Mean loss of each prompt's scored tokens in a prefill of all tokens, nats per token."""
+    """Computes each prompt's mean loss over scored tokens of one prefill, nats per token."""
     return np.array(
         [
             row[: len(sample.answer)].mean(dtype=np.float64)
@@ -177,5 +177,5 @@ def loss_in_prefill(prompts: Prompts, losses: Float[np.ndarray, "B C"]) -> Float
 def loss_in_decode(
     prompts: Prompts, first: Float[np.ndarray, "B"], losses: Float[np.ndarray, "B U"]
 ) -> Float[np.ndarray, "n"]:
-    """Mean loss of each prompt's scored tokens when they were fed one by one."""
+    """Computes each prompt's mean loss over scored tokens that were fed one by one."""
     return loss_in_prefill(prompts, np.concatenate([first[:, None], losses], axis=1))

@@ -473,7 +473,7 @@ def plot_accuracy(
 
 
 def _height(pooled: Pooled | None, *, is_loss: bool) -> tuple[Any, Any, Any]:
-    """The height of a point, and both ends of its interval if it has one."""
+    """Returns the height of a point, and both ends of its interval if it has one."""
     if pooled is None:
         return None, None, None
     if is_loss:
@@ -635,7 +635,7 @@ def plot_by_layer(
 
 
 def style_of(label: str, labels: Sequence[str]) -> tuple[str, str]:
-    """Colour and marker of a policy; `labels` are all policies of the figure."""
+    """Chooses colour and marker of a policy; `labels` are all policies of the figure."""
     if label in _STYLES:
         return _STYLES[label]
     index = [name for name in labels if name not in _STYLES].index(label)
@@ -677,7 +677,7 @@ def _add_legend(
     place: str = "outside lower center",
     columns: int = 8,
 ) -> None:
-    """Names policies beside or below the panels, in at most `columns` columns.
+    """Names policies next to or below the panels, in at most `columns` columns.
 
     `labels` are all policies of the figure.
     """

@@ -70,7 +70,7 @@ class ResultsFile:
         self._finished = {group_key_of(row) for row in self._own_rows()}
 
     def _own_rows(self, **wanted: Any) -> list[Row]:
-        """The rows of this evaluation that have these values."""
+        """Selects the rows of this evaluation with these values."""
         return [row for row in self.rows if _says(row, self._common | wanted)]
 
     def _continue(self) -> None:

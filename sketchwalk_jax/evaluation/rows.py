@@ -113,7 +113,7 @@ class Outcome:
     def measured_density(
         self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, layers: Sequence[int]
     ) -> float | None:
-        """Attended over causal pairs in the sparse phase, in some layers.
+        """Returns attended over causal pairs in the sparse phase, in some layers.
 
         Args:
           phase: `"prefill"`, `"decode"`, or `"both"` for the two together.

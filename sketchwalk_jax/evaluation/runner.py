@@ -108,7 +108,7 @@ def evaluate(
 
 def _dtype(dtype: str | None) -> str | None:
     if dtype is None and jax.default_backend() == "cpu":
-        return "float32"  # CPUs compute the narrow types slowly
+        return "float32"  # CPUs are slow in 16 bits
     return dtype
 
 
@@ -291,7 +291,7 @@ def choose_batch(
 
 
 def _free_memory() -> int:
-    """Bytes that the device has for this process; on a CPU, a quarter of the machine's memory."""
+    """Returns the device's bytes for this process; on a CPU, a quarter of the machine's memory."""
     found = free_bytes(jax.devices()[0])
     return (
         found

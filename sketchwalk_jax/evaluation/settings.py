@@ -284,7 +284,7 @@ class EvaluationConfig:
         )
 
     def num_prompts(self, task: str) -> int:
-        """Number of prompts of a task at each length."""
+        """Returns the number of prompts of a task at each length."""
         if task == "long_decode":  # each scores 512 tokens
             return max(1, self.prompts // 5)
         if task != "variable_tracking":

@@ -149,7 +149,7 @@ def check_choices(rows: Sequence[Row], **wanted: Any) -> None:
 
 
 def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
-    """The requested density, or the highest one below 1; `None` if every policy sets its own."""
+    """Returns the requested density, or the highest below 1; `None` if policies set their own."""
     found = densities(rows)
     if density is None:
         return max((one for one in found if one < 1.0), default=found[-1] if found else None)
@@ -406,17 +406,17 @@ def markdown_table(
 
 
 def longest(rows: Sequence[Row]) -> int:
-    """The longest measured length, in tokens."""
+    """Returns the longest measured length, in tokens."""
     return max(row["tokens"] for row in rows)
 
 
 def task_title(task: str) -> str:
-    """Title of a task."""
+    """Returns the title of a task."""
     return TASK_TITLES.get(task, task.replace("_", " "))
 
 
 def density_title(density: float | None) -> str:
-    """Title of a nominal density; `None` if every policy sets its own."""
+    """Formats a nominal density as a title; `None` means that every policy sets its own."""
     return "Densities of their own" if density is None else f"Density {density:g}"
 
 

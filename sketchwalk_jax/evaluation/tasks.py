@@ -331,7 +331,7 @@ def text_for(task: str, text: Text) -> Text:
 
 
 def _depth(index: int, depths: int) -> float:
-    """Depth of a sample; successive samples are far apart, so that few samples spread too."""
+    """Returns the depth of a sample; successive ones are far apart, so that few samples spread."""
     step = round(0.618 * depths) or 1
     while np.gcd(step, depths) > 1:
         step += 1

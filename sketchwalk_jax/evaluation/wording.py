@@ -31,7 +31,7 @@ def code_question(word: str) -> str:
 
 
 def answer_text(values: Sequence[str]) -> str:
-    """The answer to a question, up to the full stop that ends it."""
+    """Writes the answer to a question, up to its final full stop."""
     return f" {', '.join(values)}."
 
 
@@ -92,11 +92,11 @@ class Wording:
         return Asked(" Q: most votes? A:", answer_text([word]))
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
-        """Text before the passage; None for the tokenizer's own beginning tokens."""
+        """Writes the text before the passage; None for the tokenizer's own beginning tokens."""
         return None
 
     def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
-        """Text between the passage and the answer, and after the answer."""
+        """Writes the text between the passage and the answer, and after the answer."""
         return Frame(asked.question)
 
 
@@ -146,11 +146,11 @@ class ChatWording(Wording):
         return Asked("Which word has the most votes?", answer_text([word]), prefix)
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
-        """The chat template's beginning and the instruction."""
+        """Writes the chat template's beginning and the instruction."""
         return self._parts(task, Asked("", ""), tokenizer)[0]
 
     def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
-        """Text between the passage and the answer, and after the answer.
+        """Writes the text between the passage and the answer, and after the answer.
 
         Raises:
           ValueError: If the tokenizer has no chat template, or one that alters the messages.

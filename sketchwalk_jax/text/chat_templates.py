@@ -145,7 +145,7 @@ def _watched() -> Iterator[None]:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; 0 if the system does not tell."""
+    """Returns the memory of this process; 0 if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

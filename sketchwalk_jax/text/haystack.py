@@ -215,7 +215,7 @@ class WordEncoder:
         self._further: dict[str, list[int]] = {}
 
     def first(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokens of each word at the beginning of a text, with the opening before it."""
+        """Encodes each word as the beginning of a text, with the opening before it."""
         if self._is_framed:
             return [self._opening + tokens for tokens in self.further(words)]
         new = [word for word in dict.fromkeys(words) if word not in self._first]
@@ -224,18 +224,18 @@ class WordEncoder:
         return [self._first[word] for word in words]
 
     def further(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokens of each word with the space before it."""
+        """Encodes each word with the space before it."""
         new = [word for word in dict.fromkeys(words) if word not in self._further]
         found = self._encode_behind([f" {word}" for word in new])
         self._further |= dict(zip(new, found, strict=True))
         return [self._further[word] for word in words]
 
     def sentence(self, sentence: str) -> list[int]:
-        """Tokens of a sentence that begins with a space."""
+        """Encodes a sentence that begins with a space."""
         return list(itertools.chain.from_iterable(self.further(sentence.split())))
 
     def passage(self, text: str) -> list[int]:
-        """Tokens of a text of any form that follows another text, with its line breaks.
+        """Encodes a text of any form that follows another text, with its line breaks.
 
         A sentence that begins with a space is encoded word by word, like the haystack.
         """
@@ -255,7 +255,7 @@ class WordEncoder:
 
 
 def _opening_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer adds before a text, such as the beginning-of-sequence token."""
+    """Returns the tokens that a tokenizer adds before a text, such as beginning-of-sequence."""
     bare = encode(tokenizer, "a", add_special_tokens=False).tolist()
     full = encode(tokenizer, "a").tolist()
     places = range(len(full) - len(bare) + 1)
