@@ -1,14 +1,14 @@
-"""What each part of the method does: presets with one field changed, on the evaluation's tasks.
+"""Measures what each part of the method does: presets with one changed field, on all tasks.
 
     python benchmarks/ablations.py --text FILE --text-tail 0.03 [--out FILE] [--reduced]
     python benchmarks/report.py               # anywhere: the tables; figures.py draws
 
-Around `paper` and `damped`, with dense attention and random blocks beside them, on the same
-prompts. An interrupted run is continued from its file, as `sketchwalk eval` does.
+Variants of `paper` and `damped` are compared with dense attention and random blocks on the same
+prompts. An interrupted run continues from its file, as in `sketchwalk eval`.
 
-One variant is no option of the package: Algorithm 1 (arXiv:2602.07397) masks neither scores nor
-walk. Rows then see blocks that come later, so that a prompt's lists depend on what follows and
-decoding cannot continue them: a reading of the paper that is to be measured (`UnmaskedConfig`).
+One variant is not an option of the package: Algorithm 1 (arXiv:2602.07397), read literally, masks
+neither scores nor walk (`UnmaskedConfig`). Query blocks then see later blocks, so a prompt's
+selection depends on the text after it, and decoding cannot continue it.
 """
 
 import argparse
@@ -43,8 +43,8 @@ DENSITY = 0.2
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
 TASKS = ("single_needle", "multi_key", "mid_prompt", "aggregation", "text_loss")
 PRESETS = ("paper", "damped")
-# Values beside each preset's own, field by field. Heads of the shipped model have 64 channels, so
-# that the preset's sketch of 64 is none; an odd exponent keeps the sign.
+# Values to try besides each preset's own. Heads of the bundled model have 64 channels, so the
+# preset's sketch of 64 does not compress; an odd exponent keeps the sign.
 CHANGES: dict[str, dict[str, tuple[Any, ...]]] = {
     "paper": {
         "sketch_dim": (8, 16, 32),
@@ -62,11 +62,11 @@ CHANGES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 NO_MASK = "no causal mask"
-_MAX_BLOCKS = 1023  # products of larger matrices are for triangular ones
+_MAX_BLOCKS = 1023  # larger matrices are multiplied only if triangular
 
 
 def main() -> None:
-    """Runs what the file lacks."""
+    """Runs the variants that the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="checkpoint; default: the bundled model")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
@@ -116,10 +116,10 @@ def main() -> None:
 
 
 def variants(presets: Sequence[str] = PRESETS, only: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """One changed field each, then the preset without a mask.
+    """Lists the variants: one changed field each, then each preset without a mask.
 
     Args:
-      presets: What is changed.
+      presets: Presets to change.
       only: Fields to change; all by default.
     """
     found: list[Rule] = []
@@ -137,13 +137,13 @@ def variants(presets: Sequence[str] = PRESETS, only: Sequence[str] = ()) -> tupl
 class UnmaskedConfig(SketchWalkConfig):
     """Scores and walk over all pairs of blocks, `R_k = R_{k-1} W_k` with full `W_k`.
 
-    Only the choice is causal: row `i` keeps the best of the blocks `0 .. i`. In prefill, of whole
-    prompts read at once, and without a dense tail.
+    Only the selection is causal: query block `i` keeps the best of the blocks `0 .. i`. It supports
+    prefill of whole prompts in one piece, without a dense tail.
     """
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Prompts only: a decoded token's walk would pass through tokens that do not exist yet."""
+        """Prefill only: a decoded token's walk would pass through tokens that do not exist yet."""
         return ("prefill",)
 
     def select(
@@ -157,7 +157,7 @@ class UnmaskedConfig(SketchWalkConfig):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 1 steps 5 to 7, the mask at the end."""
+        """Runs steps 5 to 7 of Algorithm 1, with the mask at the end."""
         rows, num_blocks = span.rows(self.block_size), statistics.key.shape[1]
         if rows.shape[1] != num_blocks or num_blocks > _MAX_BLOCKS:
             raise NotImplementedError(
@@ -186,7 +186,7 @@ class UnmaskedConfig(SketchWalkConfig):
     def _state(
         self, scores: Float[Array, "B J J"], exists: Array, walk: WalkState
     ) -> Float[Array, "B J J"]:
-        """`R_k`, rows up to a positive factor."""
+        """Computes `R_k`, each row up to a positive factor."""
         everything = jnp.ones(scores.shape[1:], bool)
         if self.transition == "softmax":
             scores = jnp.where(exists[:, None, :], scores, -jnp.inf)
@@ -221,7 +221,7 @@ class UnmaskedRule(Rule):
     variant: str | None = NO_MASK
 
     def make(self) -> UnmaskedConfig:
-        """The policy itself."""
+        """Makes the policy."""
         fields: dict[str, Any] = {"density": self.density} | dict(self.fields)
         return getattr(UnmaskedConfig, self.preset or "paper")(**fields)
 

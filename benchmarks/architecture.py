@@ -1,4 +1,4 @@
-"""The table of ARCHITECTURE.md: which module or folder imports which, read from the imports.
+"""Writes the table of imports between modules and folders in ARCHITECTURE.md.
 
     python benchmarks/architecture.py            # rewrites the table
     python benchmarks/architecture.py --check    # fails if it differs from the code, or on a cycle
@@ -20,15 +20,15 @@ PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->"
 PACKAGE = "sketchwalk_jax"
 FOLDERS = {PACKAGE: "", "models": "models", "pallas_kernels": "pallas_kernels"}
-# The Flax port of a whole model imports generation, which imports the rest of its folder.
+# A room of its own: the Flax modules import generation, which imports the rest of models.
 OWN_ROOMS = {"models.flax"}
-_NO_ROOMS = {"", "_version", "__main__"}  # the package's front, its version, its command line
+_NO_ROOMS = {"", "_version", "__main__"}  # the package's exports, its version, its command line
 
 Graph = Mapping[str, frozenset[str]]
 
 
 def read_modules() -> dict[str, Path]:
-    """Every module's name inside the package, and its file."""
+    """Finds all modules: names inside the package, and files."""
     found = {}
     for folder, prefix in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -39,7 +39,7 @@ def read_modules() -> dict[str, Path]:
 
 
 def read_imports(modules: Mapping[str, Path]) -> Graph:
-    """The modules that each module imports."""
+    """Lists the modules that each module imports."""
 
     def owner(name: str) -> str:
         name = name.removeprefix(PACKAGE).removeprefix(".")
@@ -61,12 +61,12 @@ def read_imports(modules: Mapping[str, Path]) -> Graph:
 
 
 def room_of(module: str) -> str:
-    """The room that a module belongs to."""
+    """Returns the room of a module."""
     return module if module in OWN_ROOMS else module.partition(".")[0]
 
 
 def read_rooms(imports: Graph) -> Graph:
-    """The rooms that each room imports."""
+    """Lists the rooms that each room imports."""
     rooms: dict[str, set[str]] = {}
     for module, names in imports.items():
         if room_of(module) not in _NO_ROOMS:
@@ -76,7 +76,7 @@ def read_rooms(imports: Graph) -> Graph:
 
 
 def levels(graph: Graph) -> dict[str, int]:
-    """The level of each node: one above the highest that it imports.
+    """Computes the level of each node: one above the highest that it imports.
 
     Raises:
       graphlib.CycleError: If imports form a cycle.
@@ -88,7 +88,7 @@ def levels(graph: Graph) -> dict[str, int]:
 
 
 def write_table(rooms: Graph, modules: Iterable[str]) -> str:
-    """The levels from the top, their rooms, and what each room imports."""
+    """Writes the table: levels from the top, their rooms, and the imports of each room."""
     of = levels(rooms)
     lines = ["| Level | Module or folder | Imports |", "| ---: | --- | --- |"]
     for level in sorted(set(of.values()), reverse=True):

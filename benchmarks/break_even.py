@@ -1,9 +1,9 @@
-"""From how many tokens on sparse policies are not slower than dense attention: what `Auto` goes by.
+"""Finds break-even lengths, from which sparse is not slower than dense attention, for `Auto`.
 
-`report.py` makes of this `sketchwalk_jax/inference/break_even.json`, which the package comes with,
-and the sentence of README.md. Rows of `results/end_to_end.json` give the lengths of whole models on
-a GPU. `results/break_even.json` keeps those of a CPU, and what is expected of GPUs that were not
-measured; docs/answered.md says how these were found.
+From them `report.py` writes `sketchwalk_jax/inference/break_even.json`, which ships with the
+package, and a sentence of README.md. Rows of `results/end_to_end.json` give the lengths of whole
+models on a GPU. `results/break_even.json` holds the lengths of a CPU, and expected lengths of
+unmeasured GPUs; docs/answered.md says how these were found.
 """
 
 import dataclasses
@@ -18,28 +18,28 @@ from end_to_end import MODELS
 from sketchwalk_jax.inference.auto import BreakEven
 from sketchwalk_jax.policies import by_name
 
-DENSITY = 0.2  # of the default
+DENSITY = 0.2  # of the default policy
 PRESETS = ("recommended", "paper")
 KEPT, MEASURED = "break_even.json", "end_to_end.json"
-SHORT = 8192  # tokens; a policy that pays from so few on need not have lost anywhere
+SHORT = 8192  # tokens; a policy that pays from this length on may pay at all lengths
 TABLE = common.ROOT / "sketchwalk_jax" / "inference" / "break_even.json"
 Row = dict[str, Any]
 
 
 def break_evens(results: Path) -> list[BreakEven]:
-    """All break-evens of the results that are there: measured ones first.
+    """Lists all break-evens of the existing results, measured ones first.
 
     Args:
-      results: Their folder.
+      results: Folder of the results.
 
     Raises:
-      ValueError: If one is of a run with `--quick`.
+      ValueError: If a result comes from a run with `--quick`.
     """
     kept = [BreakEven(**row) for row in common.read_results(results / KEPT)["rows"]]
     data = common.read_results(results / MEASURED)
     if data["meta"].get("is_quick"):
         raise ValueError(f"{MEASURED} must be of a whole run, got one with --quick")
-    # `Auto` looks up the class of a policy and its density.
+    # `Auto` looks up a policy's class and density, so only these presets count.
     rows = [row for row in speedups(data) if row["preset"] in PRESETS]
     found = of_rows(rows, data["meta"].get("device", ""))
     measured = [one for one in kept if not one.is_expected]
@@ -47,9 +47,9 @@ def break_evens(results: Path) -> list[BreakEven]:
 
 
 def speedups(data: dict[str, Any]) -> Iterator[Row]:
-    """Sparse rows of `end_to_end.py`, each beside the fastest dense attention.
+    """Compares sparse rows of `end_to_end.py` with the fastest dense attention.
 
-    That may have read the prompt in pieces; a policy is taken as calls run it by default, in one.
+    Dense attention may read the prompt in pieces; policies read it in one, as by default.
     """
     names = ("model", "phase", "tokens", "batch")
     rows = [row for row in data["rows"] if row["implementation"] == "ours" and not row["error"]]
@@ -66,7 +66,7 @@ def speedups(data: dict[str, Any]) -> Iterator[Row]:
 
 
 def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
-    """The break-even of everything but the length, where the lengths say one."""
+    """Finds the break-even of each setting whose lengths determine one."""
     names = ("phase", "policy", "preset", "density", "width", "batch")
     groups: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
@@ -95,7 +95,7 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
 
 
 def least_tokens(by_length: Mapping[int, float]) -> int | None:
-    """The least length from which on no length has a ratio below 1; None if the longest has."""
+    """Finds the least length from which on no ratio is below 1; None if the longest's is."""
     found = None
     for tokens in sorted(by_length, reverse=True):
         if by_length[tokens] < 1.0:
@@ -105,23 +105,23 @@ def least_tokens(by_length: Mapping[int, float]) -> int | None:
 
 
 def is_known(tokens: int | None, by_length: Mapping[int, float]) -> bool:
-    """Whether lengths show where a break-even is: they lose below it, or begin with short ones.
+    """Whether the measured lengths locate the break-even: some lose below it, or they start short.
 
-    That a policy pays at a long length says nothing of shorter ones; that it does not pay at the
-    longest says that it does not at shorter ones either, as its gain grows with the length.
+    The gain grows with the length: a policy that pays at a long length may lose at shorter ones,
+    but one that does not pay at the longest length pays at no shorter one.
     """
     shortest = min(by_length)
     return tokens is None or tokens > shortest or shortest <= SHORT
 
 
 def table_text(results: Path) -> str:
-    """What the package comes with, as JSON, a row in each line."""
+    """Formats the package's table as JSON with one row per line."""
     lines = (json.dumps(dataclasses.asdict(one)) for one in break_evens(results))
     return '{"rows": [\n' + ",\n".join(f" {line}" for line in lines) + "\n]}\n"
 
 
 def update_table(results: Path, *, is_check: bool) -> bool:
-    """Rewrites that file, or only says that it differs; returns whether it was right before."""
+    """Rewrites the package's table, or only reports differences; returns whether it was current."""
     text = table_text(results)
     is_right = TABLE.exists() and TABLE.read_text(encoding="utf-8") == text
     if not is_right and is_check:
@@ -132,7 +132,7 @@ def update_table(results: Path, *, is_check: bool) -> bool:
 
 
 def sentence(results: Path) -> str:
-    """From where on sparse pays, for README.md: the default policy, one sequence."""
+    """Writes for README.md from which length on the default policy pays for one sequence."""
     own = [one for one in break_evens(results) if one.batch == 1 and not one.is_expected]
     own = [one for one in own if one.policy == "RecommendedConfig" and one.density == DENSITY]
     parts = []
@@ -149,7 +149,7 @@ def sentence(results: Path) -> str:
 
 
 def _span(found: list[BreakEven]) -> str:
-    """From how many tokens on, over the widths that were measured."""
+    """Formats the range of break-evens over the measured widths."""
     if any(one.tokens is None for one in found):
         return f"no length up to {max(one.longest for one in found):,} tokens"
     tokens = sorted({one.tokens for one in found if one.tokens is not None})

@@ -1,4 +1,4 @@
-"""What the benchmarks share: compiling, timing, hardware and versions, JSON files."""
+"""Shared by the benchmarks: compiling, timing, hardware and versions, JSON files."""
 
 import argparse
 import contextlib
@@ -21,16 +21,16 @@ _submitted: set[Future[Any]] = set()  # of every pool in this process
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = Path(__file__).resolve().parents[1]
 
-if str(ROOT) not in sys.path:  # a checkout that is not installed
+if str(ROOT) not in sys.path:  # the package may not be installed
     sys.path.append(str(ROOT))
 
 
 def describe_machine(command: Sequence[str] | None = None, **details: Any) -> dict[str, Any]:
-    """Hardware, versions, date and command of this run.
+    """Describes hardware, versions, date and command of this run.
 
     Args:
-      command: The command's words; by default those of this process, and XLA's flags before them.
-      **details: What the benchmark says besides.
+      command: The command's words; by default this process's, after XLA's flags.
+      **details: Further entries of the benchmark.
     """
     from sketchwalk_jax.evaluation import provenance
 
@@ -41,17 +41,16 @@ def describe_machine(command: Sequence[str] | None = None, **details: Any) -> di
 
 @contextlib.contextmanager
 def compiling(*, seconds: float = math.inf) -> Iterator[Callable[..., Future[Any]]]:
-    """Compiles programs side by side; when its block ends, all that can be there are there.
+    """Compiles programs in parallel; at the end of its block all have finished.
 
-    Compiling takes all cores of the machine, and what is timed meanwhile is too slow: `clock`
-    refuses to be read until then.
+    Compiling takes all cores and would slow timed code, so `clock` raises an error until then.
 
     Args:
-      seconds: Time for all of them. What has not begun by then is cancelled; what has is waited
-        for, since nothing can be timed before it ends.
+      seconds: Time for all of them. Compilations that have not begun by then are cancelled; running
+        ones are waited for, since nothing can be timed before they end.
 
     Yields:
-      `submit(make, *arguments)`, which starts to compile; those submitted first begin first.
+      `submit(make, *arguments)`, which queues a compilation, first in, first out.
     """
     end, left, futures = time.monotonic() + seconds, 0.0, list[Future[Any]]()
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
@@ -64,7 +63,7 @@ def compiling(*, seconds: float = math.inf) -> Iterator[Callable[..., Future[Any
     try:
         yield submit
         left = end - time.monotonic()
-    finally:  # after an error, programs that have not begun are cancelled at once
+    finally:  # after an error, waiting compilations are cancelled at once
         wait(futures, timeout=None if math.isinf(left) else max(0.0, left))
         pool.shutdown(wait=True, cancel_futures=True)
         _submitted.difference_update(futures)
@@ -77,16 +76,17 @@ def compiled[Cell](
     *,
     group: int = 16,
 ) -> Iterator[tuple[Cell, Callable[[], Any]]]:
-    """Compiles some cells side by side, then hands them out to be timed; then the next ones.
+    """Compiles a group of cells in parallel, yields them to be timed, then goes on.
 
     Args:
-      cells: What is to be measured, what is wanted most first.
-      compile_cell: Makes the program of a cell, in a thread.
-      seconds_left: The time that this run still has; without any, nothing more is handed out.
-      group: Cells that are compiled before the first of them is timed.
+      cells: Measurements, the most important first.
+      compile_cell: Compiles the program of a cell, in a thread.
+      seconds_left: Returns the time left in this run; at 0 no further cell is yielded.
+      group: Number of cells to compile before the first of them is timed.
 
     Yields:
-      Each cell that was compiled in time, and what returns its program or raises why it has none.
+      Each cell that was compiled in time, and a function that returns its program or raises its
+      error.
     """
     for some in itertools.batched(cells, group):
         if seconds_left() <= 0:
@@ -101,7 +101,7 @@ def compiled[Cell](
 
 
 def clock() -> float:
-    """Seconds of a clock: with what everything is timed that ends up in results.
+    """Reads the clock in seconds; all timings in results use it.
 
     Raises:
       RuntimeError: If programs are being compiled in a pool.
@@ -122,15 +122,15 @@ def rounds(
     step: int = 1,
     round_seconds: float = ROUND_SECONDS,
 ) -> dict[str, list[float]]:
-    """Seconds per step of each call, in turns, so that a busy moment slows all of them.
+    """Times each call per step, in turns, so that a busy moment slows all of them.
 
-    Every call runs twice beforehand, to compile and to tell how many steps a round has.
+    Every call first runs twice, to compile and to choose the steps of a round.
 
     Args:
-      calls: Functions of a number of steps, whose result `jax.block_until_ready` takes.
+      calls: Functions of a number of steps; `jax.block_until_ready` waits for their result.
       repeats: Timed rounds.
-      step: Steps of the shortest call.
-      round_seconds: How long a round lasts, about.
+      step: Number of steps of the shortest call.
+      round_seconds: Approximate duration of a round.
     """
     import jax
 
@@ -157,14 +157,14 @@ def seconds(
     wait: Callable[[Any], Any] | None = None,
     enough: float = math.inf,
 ) -> dict[str, float]:
-    """Median and quartiles of calls that are waited for, after one that is not counted.
+    """Times calls and waits for each; returns median and quartiles, without the first call.
 
     Args:
-      call: What is timed; compiled.
-      repeats: Calls that count.
-      wait: Waits for its result; by default `jax.block_until_ready`.
-      enough: Seconds from which on one call says enough: a first one that takes as long counts
-        itself, alone. What a first call does besides is over in far less.
+      call: The compiled call to time.
+      repeats: Number of calls that count.
+      wait: Function that waits for its result; by default `jax.block_until_ready`.
+      enough: Seconds from which on one call is enough: if the first call takes this long, it is the
+        only one and counts. Its one-time work takes far less.
     """
     if wait is None:
         import jax
@@ -181,7 +181,7 @@ def seconds(
 
 
 def summarize(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Computes median and quartiles."""
     import numpy as np
 
     low, median, high = np.percentile(values, [25, 50, 75])
@@ -189,7 +189,7 @@ def summarize(values: list[float]) -> dict[str, float]:
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Bytes of a compiled program: temporary, arguments, results, and results in arguments."""
+    """Returns bytes of a compiled program: temporary, arguments, results, aliased results."""
     analysis = compiled.memory_analysis()
     return {
         "temporary_bytes": analysis.temp_size_in_bytes,
@@ -200,14 +200,14 @@ def memory(compiled: Any) -> dict[str, int]:
 
 
 def peak_gib(compiled: Any) -> float:
-    """What a program holds at a time, in GiB: arguments, temporary numbers and new results."""
+    """Computes a program's peak memory in GiB: arguments, temporary arrays and new results."""
     found = memory(compiled)
     held = sum(found[f"{name}_bytes"] for name in ("temporary", "argument", "output"))
     return (held - found["aliased_bytes"]) / 2**30
 
 
 def is_asked(options: argparse.Namespace, **values: Any) -> bool:
-    """Whether each value is one of those that the option of its name was given, if it was given."""
+    """Whether each value is among the values of the option of its name, if that was given."""
     given = {name: getattr(options, name) for name in values}
     return all(not given[name] or value in given[name] for name, value in values.items())
 
@@ -215,11 +215,11 @@ def is_asked(options: argparse.Namespace, **values: Any) -> bool:
 def check_filters(
     options: argparse.Namespace, every: Iterable[Mapping[str, Any]], found: Collection[Any]
 ) -> None:
-    """Refuses filters that no measurement matches, each alone or all together.
+    """Refuses filters that match no measurement, each alone or all together.
 
     Args:
-      options: The options; filters are those whose names are among the names of `every`.
-      every: What filters are compared with, of each measurement.
+      options: The options; those with a name of `every` are filters.
+      every: The filterable values of each measurement.
       found: The measurements that match.
 
     Raises:
@@ -245,7 +245,7 @@ def check_filters(
 
 
 def found_or_error(measure: Callable[..., Mapping[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What `measure(*arguments)` finds, or why it failed, as `"error"`, so that others are kept."""
+    """Runs `measure(*arguments)`; a failure becomes the field `"error"`, and the run goes on."""
     try:
         return {"error": None, **measure(*arguments)}
     except Exception as error:
@@ -253,20 +253,20 @@ def found_or_error(measure: Callable[..., Mapping[str, Any]], *arguments: Any) -
 
 
 def note_asked(meta: dict[str, Any], rows: Iterable[Mapping[str, Any]], *fields: str) -> None:
-    """Notes which rows are to be there in the end, so that `missing` knows what a file lacks.
+    """Notes the requested rows, so that `missing` knows which rows a file lacks.
 
     Args:
-      meta: Of the file; gets the entry `"asked"`.
-      rows: Every row, as far as it is known before anything is measured.
-      *fields: What tells rows apart.
+      meta: `meta` of the file; gets the entry `"asked"`.
+      rows: Every row, with the fields known before measuring.
+      *fields: Fields that identify a row.
     """
     meta["asked"] = {"fields": fields, "rows": [_name(row, fields) for row in rows]}
 
 
 def missing(data: Mapping[str, Any]) -> list[str]:
-    """The rows that a file was to have and lacks, by name; a row that failed is there.
+    """Lists the requested rows that a file lacks, by name; failed rows are not missing.
 
-    Files that do not say what was asked for have nothing missing.
+    Files that do not record requests have nothing missing.
     """
     asked = data["meta"].get("asked", {"fields": (), "rows": ()})
     there = {_name(row, asked["fields"]) for row in data["rows"]}
@@ -278,10 +278,10 @@ def _name(row: Mapping[str, Any], fields: Iterable[str]) -> str:
     return " ".join(one if isinstance(one, str) else json.dumps(one) for one in values)
 
 
-# What is told of each row, since a file's rows may come of several runs.
+# Fields stored with each row, because a file's rows may come from several runs.
 RATES = ("copy_tb_per_s", "matmul_tflops", "matmul_float8_tflops")
 RUN = ("date", "command", "repeats", "sources", *RATES)
-# What all rows of a file have in common.
+# Fields that all rows of a file share.
 _SAME = ("device", "cpu", "cores", "versions", "is_quick")
 
 
@@ -292,17 +292,17 @@ def add_rows(
     names: Iterable[str],
     *same: str,
 ) -> None:
-    """Adds rows of a run to a file, in the place of rows of the same name.
+    """Adds rows of a run to a file, and replaces rows of the same name.
 
-    Rows that were not run again stay. Each has the date, the command and the repeats of its own
-    run, in `"run"`. What failed now and did not then leaves the row as it was.
+    Other rows stay. Each row stores the date, command and repeats of its run in `"run"`. A failed
+    measurement does not replace a successful one.
 
     Args:
       path: The file, which need not exist.
-      meta: What this run says of itself; entries named in `RUN` become its rows'.
+      meta: Description of this run; entries named in `RUN` move to its rows.
       rows: The rows.
-      names: Fields that tell rows apart.
-      *same: Entries of `meta` that must not differ from the file's, besides device and versions.
+      names: Fields that identify a row.
+      *same: Entries of `meta` that must equal the file's, in addition to device and versions.
 
     Raises:
       SystemExit: If the file holds rows of other hardware or versions.
@@ -334,13 +334,13 @@ def add_rows(
 
 
 def _split(meta: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is told of each row, and what of the file."""
+    """Splits `meta` into entries of each row and entries of the file."""
     run = {name: meta[name] for name in RUN if name in meta}
     return run, {name: value for name, value in meta.items() if name not in run}
 
 
 def read_results(path: str | Path) -> dict[str, Any]:
-    """`{"meta": ..., "rows": ...}` of a file; both empty where there is none."""
+    """Reads `{"meta": ..., "rows": ...}` from a file; both are empty without a file."""
     path = Path(path)
     if not path.exists():
         return {"meta": {}, "rows": []}
@@ -348,11 +348,11 @@ def read_results(path: str | Path) -> dict[str, Any]:
 
 
 def is_measured(path: str | Path, names: Iterable[str]) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether a file has a row of the same name that was measured, or that cannot fit.
+    """Tells whether a file has a row of the same name that was measured or does not fit.
 
     Args:
       path: The file, which need not exist.
-      names: Fields that tell rows apart.
+      names: Fields that identify a row.
     """
     names, rows = tuple(names), read_results(path)["rows"]
     done = {_name(row, names) for row in rows if row.get("error") in (None, DOES_NOT_FIT)}

@@ -1,10 +1,10 @@
-"""Sketch-and-Walk against dense on a CPU: one attention layer, whole prefill, decode, start-up.
+"""Compares Sketch-and-Walk with dense on a CPU: attention layer, prefill, decode, start-up.
 
     python benchmarks/cpu.py [--out benchmarks/results/cpu.json] [--quick]
 
-Both sides run in one process, in turns, on a model of 12 layers with random weights; the time does
-not depend on the weights, for lists have the length that the density asks for. No compiled program
-may hold an array of size tokens × tokens.
+Both run in one process, in turns, on a model of 12 layers with random weights; times do not depend
+on the weights, because the density fixes the number of selected blocks. No compiled program may
+hold an array of size tokens × tokens.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DENSITY = 0.1
 LENGTHS = (4096, 8192, 16384)
 QUICK_LENGTHS = (1024, 2048)
 DECODE_CAPACITY = 32768
-DECODE_TOKENS = 8  # in one timed call
+DECODE_TOKENS = 8  # per timed call
 MODEL = ModelConfig(
     model_type="llama",
     vocab_size=256,
@@ -46,12 +46,12 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Runs everything and writes the results."""
+    """Runs all measurements and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=str(common.RESULTS / "cpu.json"))
     parser.add_argument("--quick", action="store_true", help="short prompts, two rounds")
     options = parser.parse_args()
-    # Compile times are part of what is measured: none may come from a disk.
+    # Compile times are measured too, so no program may come from the cache on disk.
     jax.config.update("jax_enable_compilation_cache", False)
     lengths = QUICK_LENGTHS if options.quick else LENGTHS
     repeats = 2 if options.quick else 7
@@ -76,18 +76,18 @@ def main() -> None:
 
 
 def tokens_of(length: int) -> jax.Array:
-    """A random prompt."""
+    """Draws a random prompt."""
     return jax.random.randint(jax.random.key(1), (1, length), 0, MODEL.vocab_size, jnp.int32)
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, once in a round."""
+    """Times each call once per round, in seconds."""
     once = {name: lambda _, call=call: call() for name, call in calls.items()}
     return common.rounds(once, repeats, round_seconds=0.0)
 
 
 def row(part: str, tokens: int, name: str, times: dict[str, list[float]]) -> Row:
-    """The times of one policy, and how they compare with dense, round by round."""
+    """Makes a row: the times of one policy, and their ratio to dense, round by round."""
     faster = [slow / own for slow, own in zip(times["dense"], times[name], strict=True)]
     found = {"wall_s": common.summarize(times[name]), "speedup": common.summarize(faster)}
     return {"part": part, "tokens": tokens, "policy": name, **found}
@@ -96,7 +96,7 @@ def row(part: str, tokens: int, name: str, times: dict[str, list[float]]) -> Row
 def layer_selection(
     query: jax.Array, key: jax.Array, config: sw.SketchWalkConfig
 ) -> sw.BlockSelection:
-    """The lists that `sketchwalk_attention` attends over in its first layer."""
+    """Computes the block indices of `sketchwalk_attention` in its first layer."""
     batch, length = query.shape[:2]
     lengths = jnp.full((batch,), length, jnp.int32)
     span = Span(jnp.zeros((batch,), jnp.int32), jnp.ones((batch, length), bool), lengths, lengths)
@@ -105,7 +105,7 @@ def layer_selection(
 
 
 def measure_attention(length: int, repeats: int) -> list[Row]:
-    """One layer: observation, selection and attention; attention alone; dense attention."""
+    """Times one layer: statistics, selection and attention; attention alone; dense attention."""
     config = POLICIES["sparse"]
     keys = jax.random.split(jax.random.key(2), 3)
     query = jax.random.normal(keys[0], (1, length, MODEL.num_heads, MODEL.head_dim))
@@ -126,7 +126,7 @@ def measure_attention(length: int, repeats: int) -> list[Row]:
     }
     for name, program in compiled.items():
         temporary = common.memory(program)["temporary_bytes"]
-        # Even one byte each would be more. (Shorter prompts cannot tell.)
+        # An array of tokens² bytes would be larger. (Shorter prompts cannot show it.)
         if length >= 8192 and temporary >= length**2:
             raise AssertionError(f"{name} holds {temporary} bytes at {length} tokens")
     calls = {name: functools.partial(compiled[name], *programs[name][1]) for name in programs}
@@ -137,7 +137,7 @@ def measure_attention(length: int, repeats: int) -> list[Row]:
 
 
 def reading(params: Any, tokens: jax.Array, model: ModelConfig, policy: Any) -> Callable[[], Any]:
-    """A call that reads prompts, as `stream` and `generate` do."""
+    """Makes a call that prefills prompts, as `stream` and `generate` do."""
 
     def read() -> jax.Array:
         chunks = sw.stream(params, tokens, model_config=model, policy=policy, max_new_tokens=1)
@@ -148,7 +148,7 @@ def reading(params: Any, tokens: jax.Array, model: ModelConfig, policy: Any) -> 
 
 
 def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
-    """From the prompt to the end of prefill, as `stream` and `generate` do it."""
+    """Times whole prefills, as in `stream` and `generate`."""
     calls = {
         name: reading(params, tokens_of(length), MODEL, policy) for name, policy in POLICIES.items()
     }
@@ -157,7 +157,7 @@ def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
 
 
 def measure_decode(params: Any, capacity: int, repeats: int) -> list[Row]:
-    """One token at a full cache, and the memory that its program needs besides the cache."""
+    """Times one token at a full cache, and counts its program's memory without the cache."""
     token = jnp.ones((1,), jnp.int32)
     calls, facts = {}, {}
     for name, config in POLICIES.items():
@@ -176,7 +176,7 @@ def measure_decode(params: Any, capacity: int, repeats: int) -> list[Row]:
 
 
 def decoding(step: Callable[[Any], Any], cache: Any, first: int) -> Callable[[], Any]:
-    """A call that appends tokens from position `first` on, each call where the last one ended."""
+    """Makes a call that appends tokens from `first` on; each starts at the last one's end."""
     keys, values = (jax.random.normal(jax.random.key(n), cache.key.shape) for n in range(2))
     lengths = jnp.full(cache.lengths.shape, first, jnp.int32)
     state = [dataclasses.replace(cache, key=keys, value=values, lengths=lengths)]
@@ -190,7 +190,7 @@ def decoding(step: Callable[[Any], Any], cache: Any, first: int) -> Callable[[],
 
 
 def measure_start(params: Any, length: int) -> list[Row]:
-    """The first call of `generate` for one token in a fresh process, and the ones after it."""
+    """Times the first `generate` call for one token in a fresh process, and later calls."""
     tokens, rows = tokens_of(length), []
     for name, config in POLICIES.items():
         generate = functools.partial(
@@ -208,7 +208,7 @@ def measure_start(params: Any, length: int) -> list[Row]:
 
 
 def describe(row: Row) -> str:
-    """One line for the terminal."""
+    """Formats a row as one line for the terminal."""
     text = f"{row['part']:<10} {row['tokens']:>6} tokens  {row['policy']:<24}"
     if "wall_s" in row:
         wall, faster = row["wall_s"], row["speedup"]["median"]

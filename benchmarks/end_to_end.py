@@ -1,31 +1,30 @@
-"""Whole models: time to the first token and time of a token, dense and sparse, on one GPU.
+"""Measures whole models on one GPU: time to the first token and time per token, dense and sparse.
 
     python benchmarks/end_to_end.py [--out benchmarks/results/end_to_end.json] [--model NAME]
 
-Random weights in the shapes of real models: what is measured does not depend on what they are.
-Prompts are read as `generate` reads them; tokens are decoded as it decodes them, greedily, from a
-cache that is full of normal keys and values with the policy's statistics of them. transformers,
-with torch's SDPA and the same shapes, runs first and in a process of its own, which gives all
-memory back.
+Weights are random, in the shapes of real models: times do not depend on their values. Prompts are
+read as in `generate`; tokens are decoded as there, greedily, from a cache full of normal keys and
+values with the policy's statistics. transformers, with torch's SDPA and the same shapes, runs first
+in its own process, which frees all its memory.
 
-Rows are added to those that the file has, each with the command and date of its own run. So a run
-may be had in parts, each of some minutes, until nothing is missing:
+Rows are added to the file, each with the command and date of its run. So a run can be split into
+parts of some minutes, until nothing is missing:
 
     python benchmarks/end_to_end.py --missing --seconds 400 [--model NAME ...]
 
-Programs are compiled side by side, some at a time, and then timed one after another.
+Programs are compiled in parallel, some at a time, and then timed one after another.
 
-Every row stands beside its floor. Of a decoded token that is the bytes that must be read over the
-rate at which this GPU copies: the weights (of the input embedding, one row), the keys and values
-attended to, and the statistics. Of a prompt it is the arithmetic of the linear layers and of the
-pairs attended to over the rate of a large matrix product. `parts_ms` says what the GPU's kernels
-were busy with, from a trace of one more run.
+Every row has a floor, the least possible time. For a decoded token it is the bytes that must be
+read (the weights, one row of the input embedding, the attended keys and values, the statistics)
+over this GPU's copy rate. For a prompt it is the arithmetic of the linear layers and of the
+attended pairs over the rate of a large matmul. `parts_ms` is the time of the GPU's kernels by part,
+from a trace of one more run.
 
-`--weights bfloat16 --weights float8` measures the same with each type of weights in one process and
-adds its rows, which name the type, to a file of their own, `end_to_end_weights.json`.
+`--weights bfloat16 --weights float8` measures each type of weights in one process and adds rows
+that name the type to another file, `end_to_end_weights.json`.
 
-What does not fit is listed with the bytes that it needs. What takes half a minute or more, or as
-long as `--enough` says, is run once, and not traced.
+Measurements that do not fit are listed with the bytes that they need. Those that take half a minute
+or more, or as long as `--enough` says, run once and are not traced.
 """
 
 import argparse
@@ -116,16 +115,16 @@ TINY = dataclasses.replace(
     head_dim=16,
 )
 LENGTHS = tuple(2**n for n in range(12, 18))
-# Longer prompts, in pieces.
+# Longer prompts, read in pieces.
 LONG = {"llama-3.1-8b": (2**18, 2**19), "llama-3.2-1b": (2**20,)}
 PIECE = 2**15
 BATCHES = (1, 8, 32)
 DENSITIES = (0.1, 0.2)
 PAPER_DENSE_LAYERS = 2  # as in the paper
-NEW_TOKENS = 32  # of a timed loop
-ENOUGH_SECONDS = 30.0  # what takes longer is run once
+NEW_TOKENS = 32  # tokens of a timed loop
+ENOUGH_SECONDS = 30.0  # longer measurements run once
 MATMUL = 8192
-# What a kernel belongs to, by what its name contains; the first that fits.
+# Part that a kernel belongs to: the first one with a string that the kernel's name contains.
 PARTS = {
     "attention": ("attention", "block_sparse", "combine_decode", "sdpa", "flash", "fmha"),
     "observing": ("block_codes", "block_sums"),
@@ -142,7 +141,7 @@ PARTS = {
     "linear": ("linear", "decode_matmul", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
 }
 REST = "rest"
-# What tells rows apart.
+# Fields that identify a row.
 NAMES = ("implementation", "model", "phase", "tokens", "batch", "policy", "preset", "density")
 NAMES = (*NAMES, "chunk_size", "weights")
 WEIGHTS = ("bfloat16", "float8", "int8")
@@ -155,11 +154,11 @@ class Cell:
     Attributes:
       model: Name of the model.
       phase: `"prefill"` or `"decode"`.
-      tokens: Of a prompt, or in the cache of each sequence.
-      batch: Sequences.
+      tokens: Tokens of a prompt, or in the cache of each sequence.
+      batch: Number of sequences.
       rule: The policy.
-      chunk_size: Tokens of a piece, or None for one piece.
-      weights: Type of the linear layers' weights, or None where no types are compared.
+      chunk_size: Tokens per piece, or None for one piece.
+      weights: Type of the linear layers' weights, or None if no types are compared.
     """
 
     model: str
@@ -171,7 +170,7 @@ class Cell:
     weights: str | None = None
 
     def row(self, **found: Any) -> Row:
-        """What names it, and what was found."""
+        """Makes a row: the fields that name the cell, and the results."""
         rule = self.rule
         weights = {} if self.weights is None else {"weights": self.weights}
         return {
@@ -191,7 +190,7 @@ class Cell:
 
 
 def main() -> None:
-    """Runs everything and writes the results, row by row."""
+    """Runs all measurements and writes the results, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="default: end_to_end.json, or as --weights says")
     parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
@@ -248,7 +247,7 @@ def main() -> None:
     every = (filtered(cell) for name in names for cell in cells(name, options))
     common.check_filters(options, every, asked)
     found: list[Row] = []
-    for name, own in peers.items():  # before JAX takes the memory
+    for name, own in peers.items():  # before JAX reserves the memory
         own = list(filter(is_left, own))
         for row in transformers_rows(name, models[name], own, repeats, seconds_left):
             found.append(row)
@@ -283,13 +282,13 @@ def measured[SomeCell: Cell](
     make_model: Callable[[], Any],
     seconds_left: Callable[[], float],
 ) -> Iterator[tuple[SomeCell, Row]]:
-    """What is found of each cell of a model, or the bytes that it needs where it does not fit.
+    """Measures each cell of a model, or reports the bytes that it needs if it does not fit.
 
     Args:
       cells: The measurements.
-      needed_bytes: What each of them holds at least.
-      make_model: Draws the weights, where a cell fits.
-      seconds_left: The time that this run still has.
+      needed_bytes: Least memory of each measurement.
+      make_model: Draws the weights if a cell fits.
+      seconds_left: Returns the time left in this run.
     """
     fitting = []
     for cell in cells:
@@ -303,13 +302,13 @@ def measured[SomeCell: Cell](
     model = make_model()
     for cell, program in common.compiled(fitting, model.compile, seconds_left):
         yield cell, common.found_or_error(model.measure, cell, program)
-        gc.collect()  # what a failed cell held
+        gc.collect()  # free the memory of a failed cell
     del model
-    gc.collect()  # weights, before those of the next model
+    gc.collect()  # free the weights before the next model's are made
 
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
-    """All measurements of a model, what is wanted most first, and of that short prompts."""
+    """Lists all measurements of a model, the most important and shortest first."""
 
     def order(cell: Cell) -> tuple[bool, int, int]:
         return cell.rule.preset == "paper", cell.batch, cell.tokens
@@ -338,7 +337,7 @@ def _cells(name: str, options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def rules(*, is_quick: bool) -> list[Rule]:
-    """Dense attention, the recommended preset and the paper's."""
+    """Lists dense attention, the recommended preset and the paper's."""
     found = [DENSE]
     for density in DENSITIES[:1] if is_quick else DENSITIES:
         found.append(Rule("sketchwalk", "recommended", density))
@@ -348,7 +347,7 @@ def rules(*, is_quick: bool) -> list[Rule]:
 
 
 def filtered(cell: Cell) -> Row:
-    """What filters are compared with."""
+    """Returns the values that filters are compared with."""
     values: Row = {"phase": cell.phase, "tokens": cell.tokens}
     values["policy"] = cell.rule.preset or cell.rule.policy
     if cell.phase == "decode":
@@ -359,14 +358,14 @@ def filtered(cell: Cell) -> Row:
 
 
 def matches(cell: Cell, options: argparse.Namespace) -> bool:
-    """Whether a measurement was asked for."""
+    """Whether a measurement was requested."""
     if options.without_pieces and cell.chunk_size is not None:
         return False
     return common.is_asked(options, **filtered(cell))
 
 
 def describe(row: Row) -> str:
-    """One line for the terminal."""
+    """Formats a row as one line for the terminal."""
     name = row["preset"] or row["policy"]
     name += f" {row['density']:g}" if row["density"] not in (None, 1.0) else ""
     text = f"{row['implementation']} {row['model']} {row['phase']:<8}{row['tokens']:>8}"
@@ -380,9 +379,9 @@ def describe(row: Row) -> str:
 
 
 def measure_rates(*, is_quick: bool, weights: Sequence[str] = ()) -> dict[str, float]:
-    """How fast this device copies (bytes read and written), and multiplies large matrices.
+    """Measures how fast this device copies (bytes read and written) and multiplies large matrices.
 
-    The matrices are bfloat16, and also float8 if `weights` names that.
+    The matrices are bfloat16, and also float8 if `weights` contains it.
     """
     size = 2**22 if is_quick else 2**31
     source = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
@@ -390,7 +389,7 @@ def measure_rates(*, is_quick: bool, weights: Sequence[str] = ()) -> dict[str, f
     side = 256 if is_quick else MATMUL
     matrix = source[: side * side].reshape(side, side)
     multiply = jax.jit(jnp.dot)
-    times = 8  # in a call, so that what starts one does not count
+    times = 8  # per call, so that the launch overhead does not count
 
     def repeated(program: Any, *arguments: Any) -> Any:
         for _ in range(times):
@@ -402,7 +401,7 @@ def measure_rates(*, is_quick: bool, weights: Sequence[str] = ()) -> dict[str, f
     product = common.seconds(lambda: repeated(multiply, matrix, matrix), 7)["median"] / times
     found["matmul_tflops"] = 2 * side**3 / product / 1e12
     if "float8" in weights:
-        # The right one transposed, as weights lie: other layouts are not multiplied in float8.
+        # Transpose the right one, as weights are: only this layout is multiplied in float8.
         narrow = matrix.astype(jnp.float8_e4m3fn)
         dims = (((1,), (1,)), ((), ()))
         multiply = jax.jit(
@@ -416,13 +415,13 @@ def measure_rates(*, is_quick: bool, weights: Sequence[str] = ()) -> dict[str, f
 
 
 def device_room() -> float:
-    """Bytes of a device that measurements may fill."""
+    """Returns the bytes of a device that measurements may fill."""
     stats = jax.devices()[0].memory_stats() or {}
     return 0.97 * stats.get("bytes_limit", 2**34)
 
 
 def activation_bytes(config: ModelConfig, cell: Cell) -> int:
-    """What one layer makes of the tokens of a prompt that are read at a time."""
+    """Computes the bytes of one layer's activations for the tokens read at a time."""
     if cell.phase != "prefill":
         return 0
     heads = config.num_heads + 2 * config.num_kv_heads
@@ -431,7 +430,7 @@ def activation_bytes(config: ModelConfig, cell: Cell) -> int:
 
 
 def needed_bytes(config: ModelConfig, cell: Cell) -> float:
-    """Weights, cache, statistics, and the activations of the tokens read at a time."""
+    """Sums the bytes of weights, cache, statistics, and activations of tokens read at a time."""
     kind = None if cell.weights == config.dtype else cell.weights
     cache = cache_bytes(config, cell.rule.make(), cell.batch, cell.tokens, config.dtype)
     return num_bytes(param_shapes(config, weights=kind)) + cache + activation_bytes(config, cell)
@@ -470,7 +469,7 @@ class Model:
         )
 
     def compile(self, cell: Cell) -> tuple[Any, Any]:
-        """The program of a measurement, and what makes its input."""
+        """Compiles a measurement's program; returns it with a function that makes its input."""
         params, settings = shapes(self._params), self._settings(cell)
         if cell.phase == "prefill":
             program = prompt_program(cell.tokens, settings)
@@ -483,7 +482,7 @@ class Model:
         return program.lower(*arguments).compile(), jax.jit(make).lower().compile()
 
     def _state(self, cell: Cell) -> DecodeState:
-        """A cache that is full but for the tokens that are to come."""
+        """Makes a cache that is full except for the tokens to decode."""
         empty, config, policy = self._empty(cell), self.config, cell.rule.make()
         size, length = empty.key.shape[1:], cell.tokens - NEW_TOKENS
         lengths = jnp.full((cell.batch,), length, jnp.int32)
@@ -525,7 +524,7 @@ class Model:
         )
 
     def measure(self, cell: Cell, compiled: Callable[[], tuple[Any, Any]]) -> Row:
-        """Seconds, floor, parts and memory."""
+        """Measures seconds, floor, parts and memory."""
         program, make = compiled()
         found = (self._prefill if cell.phase == "prefill" else self._decode)(cell, program, make())
         cache = jax.eval_shape(functools.partial(self._empty, cell))
@@ -553,19 +552,19 @@ class Model:
 
 
 def draw_prompt(config: ModelConfig, batch: int, tokens: int) -> tuple[Any, Any, Any]:
-    """Prompts, their lengths and a key, as `start_decoding` takes them."""
+    """Draws prompts, their lengths and a key, the arguments of `start_decoding`."""
     drawn = jax.random.randint(jax.random.key(1), (batch, tokens), 0, config.vocab_size)
     return drawn, jnp.full((batch,), tokens, jnp.int32), jax.random.key(2)
 
 
 def prompt_program(capacity: int, settings: Settings) -> Any:
-    """Reads a prompt into a new cache, as `generate` does; returns a `DecodeState`."""
+    """Makes a program that reads a prompt into a new cache and returns a `DecodeState`."""
     read = functools.partial(start_decoding, capacity=capacity, settings=settings)
     return jax.jit(lambda params, *prompt: read(params, *prompt, None)[0])
 
 
 def token_program(settings: Settings, **options: Any) -> Any:
-    """Decodes `NEW_TOKENS` tokens of each sequence, as `generate` does; gets options of `jit`."""
+    """Makes a program that decodes `NEW_TOKENS` tokens per sequence; takes options of `jit`."""
     sampling = Sampling.greedy()
     decode = functools.partial(
         decode_tokens,
@@ -589,7 +588,7 @@ def time_prompt(
     repeats: int,
     enough: float = ENOUGH_SECONDS,
 ) -> Row:
-    """Seconds, density and parts of reading a prompt with a program of `start_decoding`."""
+    """Measures seconds, density and parts of reading a prompt with a `start_decoding` program."""
     densities = []
 
     def call() -> Any:
@@ -608,7 +607,7 @@ def time_prompt(
 def time_tokens(
     program: Any, params: PyTree, state: DecodeState, repeats: int
 ) -> tuple[Row, Cache]:
-    """Seconds, density and parts of a token with a program of `decode_tokens`, and the cache.
+    """Measures seconds, density and parts of a decoded token; returns them and the cache.
 
     Raises:
       ValueError: If logits are not finite.
@@ -618,7 +617,7 @@ def time_tokens(
 
     def call() -> Any:
         nonlocal state
-        # The same tokens again.
+        # Reset the lengths to decode the same tokens again.
         cache = dataclasses.replace(state.cache, lengths=jax.device_put(lengths, held))
         tokens, state = program(params, dataclasses.replace(state, cache=cache), limit)
         return tokens
@@ -633,18 +632,18 @@ def time_tokens(
 
 
 def prompt_flops(config: ModelConfig, tokens: int, density: float) -> float:
-    """Arithmetic of a prompt: linear layers, and queries with the keys and values attended to."""
+    """Counts the FLOPs of a prompt: linear layers and attention."""
     return linear_flops(config, tokens) + pair_flops(config, tokens, density)
 
 
 def linear_flops(config: ModelConfig, tokens: int) -> float:
-    """Arithmetic of a prompt in the linear layers."""
+    """Counts the FLOPs of a prompt in the linear layers."""
     layers = param_shapes(config)["layers"]
     return 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
 
 
 def pair_flops(config: ModelConfig, tokens: int, density: float) -> float:
-    """Arithmetic of a prompt's queries with the keys and values attended to."""
+    """Counts the FLOPs of a prompt's queries with the attended keys and values."""
     pairs = tokens * (tokens + 1) / 2 * density * config.num_layers
     return 4 * pairs * config.num_heads * config.head_dim
 
@@ -656,9 +655,9 @@ def token_bytes(
     density: float,
     params: PyTree | None = None,
 ) -> float:
-    """Bytes of weights, and of keys and values attended to, for a token of every sequence.
+    """Counts the bytes of weights, and of attended keys and values, for a token of every sequence.
 
-    `params` are the shapes of the weights, those of the model's own type if not given.
+    `params` are the shapes of the weights; by default the weights have the model's own type.
     """
     weights = num_bytes(param_shapes(config) if params is None else params)
     if not config.tie_word_embeddings:
@@ -668,7 +667,7 @@ def token_bytes(
 
 
 def parts(call: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds that the GPU's kernels take in one call, by what they belong to."""
+    """Traces one call; returns the milliseconds of the GPU's kernels by part."""
     found: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -682,7 +681,7 @@ def parts(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def part_of(name: str) -> str:
-    """What a kernel belongs to."""
+    """Returns the part that a kernel belongs to."""
     for part, words in PARTS.items():
         if any(word in name for word in words):
             return part
@@ -690,7 +689,7 @@ def part_of(name: str) -> str:
 
 
 def random_params(config: ModelConfig) -> PyTree:
-    """Normal weights, a layer at a time; norms of 1."""
+    """Draws normal weights, a layer at a time; norms are 1."""
     leaves, tree = jax.tree.flatten(param_shapes(config))
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -713,7 +712,7 @@ def random_params(config: ModelConfig) -> PyTree:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """Shapes in the place of arrays."""
+    """Replaces arrays by their shapes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
@@ -721,13 +720,13 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def peer_row(name: str, phase: str, tokens: int, batch: int, **found: Any) -> Row:
-    """A row of transformers."""
+    """Makes a row of transformers."""
     cell = Cell(model=name, phase=phase, tokens=tokens, batch=batch, rule=DENSE)
     return cell.row(**found) | {"implementation": "transformers"}
 
 
 def peer_cells(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """All rows of transformers, without what is measured."""
+    """Lists all rows of transformers, without results."""
     lengths = [one for one in LENGTHS if not options.tokens or one in options.tokens]
     batches = [one for one in BATCHES if not options.batch or one in options.batch]
     for batch, tokens in itertools.product(batches, lengths):
@@ -743,7 +742,7 @@ def transformers_rows(
     repeats: int,
     seconds_left: Callable[[], float],
 ) -> Iterator[Row]:
-    """Rows of transformers, as they come from a process that gives the memory back."""
+    """Yields rows of transformers from a process whose end frees the memory."""
     left = seconds_left()
     if left <= 0 or not own:
         return
@@ -827,11 +826,11 @@ def run_peer(wanted: dict[str, Any]) -> None:
             say(phase, tokens, batch, seconds=found, peak_gib=peak(torch))
         except torch.OutOfMemoryError:
             say(phase, tokens, batch, error=common.DOES_NOT_FIT)
-        call = None  # which holds a cache
+        call = None  # frees its cache
 
 
 def peak(torch: Any) -> float:
-    """Most memory that was held, in GiB."""
+    """Returns peak memory in GiB."""
     return round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 

@@ -17,13 +17,13 @@ import tables
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-# Okabe and Ito's colours, which are told apart with any kind of colour vision.
+# Okabe and Ito's colours, distinct in any kind of colour vision.
 _OF_DENSITY = {0.1: "#D55E00", 0.2: "#0072B2", 1.0: "#CC79A7"}
 Points = Sequence[tuple[float, float]]
 
 
 def main() -> None:
-    """Draws what is named."""
+    """Draws the named figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="*", help="default: all", choices=[*FIGURES, []])
     parser.add_argument("--results", type=Path, default=report.RESULTS)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _draw(panel: Any, lines: Mapping[str, tuple[Points, Mapping[str, Any]]], title: str) -> None:
-    """Lines against tokens."""
+    """Draws lines over tokens."""
     for label, (points, style) in lines.items():
         panel.plot(*zip(*sorted(points), strict=True), label=label, marker="o", **style)
     ticks = sorted({tokens for points, _ in lines.values() for tokens, _ in points})
@@ -54,7 +54,7 @@ def _draw(panel: Any, lines: Mapping[str, tuple[Points, Mapping[str, Any]]], tit
 
 
 def end_to_end(rows: Sequence[report.Row]) -> Figure:
-    """Time to the first token, and tokens per second, against the context."""
+    """Plots time to the first token, and tokens per second, over the context."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2)
     titles = ("seconds to the first token", "tokens per second, one sequence")

@@ -1,27 +1,28 @@
-"""The operations of the kernels, each beside its peer, in turns in one process on one device.
+"""Times each kernel operation and its peer in turns, in one process on one device.
 
     python benchmarks/kernels.py [--op decode ...] [--missing] [--seconds 500]
 
-* `prefill`, `decode`: attention over random lists, of a prompt and of a token in a stacked cache;
-  the peer is dense attention, cuDNN's on a GPU. In `kernels.json`.
-* `quantize`, `scores`, `lists`: the parts of the recommended policy's selection for a prompt, codes
-  of keys, page scores and top-k lists; the peer is XLA. In `kernels_selection.json`.
-* `linear`: products of few rows with stacked weights, by the type of the weights; sums of products
-  and XLA's products stand beside the kernel. In `linear.json`.
-* `gradient`: a forward and a backward pass over lists, and of dense attention. In `gradients.json`,
-  and of a CPU, with fewer heads, in `gradients_cpu.json`.
-* `other_gpus`: on a Hopper GPU, attention of a prompt by the kernel that other GPUs run, over
-  blocks and over pages, beside Hopper's own. In `warp_prefill.json`.
-* `selection`: what observing, selecting and attending take with each policy, in a prompt and for a
-  token, beside dense attention; knobs are set so that lists have the density asked for. In
-  `selection.json`. `share`: the printed rule and the recommended policy alone, at more lengths. In
-  `selection_share.json`.
+* `prefill`, `decode`: attention over random blocks, of a prompt and of a token in a stacked cache;
+  the peer is dense attention, cuDNN's on a GPU. Written to `kernels.json`.
+* `quantize`, `scores`, `lists`: the parts of the recommended policy's selection for a prompt:
+  quantised keys, page scores and top-k page indices; the peer is XLA. Written to
+  `kernels_selection.json`.
+* `linear`: decode matmuls with stacked weights, by the type of the weights; the peers are sums of
+  products and XLA's matmuls. Written to `linear.json`.
+* `gradient`: a forward and a backward pass of sparse and of dense attention. Written to
+  `gradients.json`; on a CPU, with fewer heads, to `gradients_cpu.json`.
+* `other_gpus`: on a Hopper GPU, attention of a prompt by other GPUs' kernel, over blocks and over
+  pages, and by Hopper's. Written to `warp_prefill.json`.
+* `selection`: update of statistics, selection and attention for each policy, in a prompt and for a
+  token; the peer is dense attention. Thresholds are set to reach the requested density. Written to
+  `selection.json`. `share`: only the paper's rule and the recommended policy, at more lengths.
+  Written to `selection_share.json`.
 
 Calls for a prompt are queued one after another, and rotate over several inputs. Decoding and
-selection run in jitted loops whose steps depend on each other, as layers do: their calls would take
-longer to start than to run. All that a step makes is a result of its loop, so that nothing is left
-out. Results are compared with float32 on XLA, and with a second run bit for bit. Without a GPU only
-`--quick` makes sense, but for gradients.
+selection run in jitted loops whose steps depend on each other, as layers do, because single calls
+would take longer to launch than to run. Every output of a step is a result of its loop, so that XLA
+removes nothing. Results are compared with float32 on XLA, and bit for bit with a second run.
+Without a GPU only `--quick` and gradients make sense.
 """
 
 import argparse
@@ -69,7 +70,7 @@ FILES = {
     "selection": "selection.json",
     "share": "selection_share.json",
 }
-# What tells rows of a file apart.
+# Fields that identify a row of a file.
 SHAPE = ("op", "batch", "tokens", "num_heads", "num_kv_heads", "head_dim", "density", "block_size")
 NAMES = {
     "linear.json": ("product", "rows", "form"),
@@ -78,19 +79,19 @@ NAMES = {
     ("selection.json", "selection_share.json"),
     ("phase", "tokens", "policy", "preset", "fields", "density"),
 )
-CACHE_BYTES = 2**29  # sets rotate over at least ten times the 50 MB of the chip's own cache
+CACHE_BYTES = 2**29  # inputs rotate over at least ten times the GPU's L2 cache of 50 MB
 CHECKED_TOKENS = 256
-CHECKED_GRADIENTS = 16384  # tokens; the most whose gradients are computed in float32 as well
+CHECKED_GRADIENTS = 16384  # most tokens whose gradients are also computed in float32
 LAYERS = 4
-PROMPTS = 2  # layers that selection for prompts rotates over: together larger than any cache
-# Rounds over the layers between two looks at a loop's condition, which a GPU asks the host for.
+PROMPTS = 2  # layers over which selection for prompts rotates: larger than any cache together
+# Rounds over the layers per check of a loop's condition, for which a GPU asks the host.
 ROUNDS_OF_LAYERS = 8
-SLOW = ("oracle", "flexprefill")  # to select for prompts; one round of these is enough
-KNOB_STEPS = 17  # to a single offset of MInference's
+SLOW = ("oracle", "flexprefill")  # slow to select for prompts; one timed round is enough
+KNOB_STEPS = 17  # bisection steps, enough for a single offset of MInference
 QUERIES = 32  # representatives of a query block
-# Milliseconds of one layer: `observe` alone, all of `selection`, `attention` over its lists.
+# Milliseconds of one layer: `observe` alone, all of `selection`, sparse `attention` alone.
 PARTS = ("observe", "selection", "attention")
-# Columns of the arrays that share an input, its width, and whether it goes through a norm.
+# Columns of the weights that share an input, the input's width, whether a norm comes first.
 Product = tuple[tuple[int, ...], int, bool]
 PRODUCTS: dict[str, Product] = {
     "query, key, value": ((4096, 1024, 1024), 4096, True),
@@ -100,12 +101,12 @@ PRODUCTS: dict[str, Product] = {
 }
 QUICK_PRODUCTS: dict[str, Product] = {"gate, up": ((64, 64), 256, True)}
 WEIGHTS = ("bfloat16", "float8_e4m3fn", "int8")
-STACK = 8  # layers of stacked weights, which no cache holds
+STACK = 8  # layers of stacked weights: more than any cache holds
 EPS = 1e-5
-PAGES = 4  # of a block of 64
+PAGES = 4  # per block of 64
 PyTree = Any
 Row = dict[str, Any]
-Call = Callable[[int], Any]  # enqueues that many steps
+Call = Callable[[int], Any]  # enqueues a number of steps
 Step = Callable[[PyTree, PyTree, int], PyTree]  # state, inputs of all layers, layer
 
 
@@ -115,17 +116,17 @@ class Case:
 
     Attributes:
       op: A key of `OPERATIONS`.
-      tokens: Of a prompt, or in the cache of each sequence.
-      density: Nominal, of the lists.
-      batch: Sequences.
-      heads: Query heads and key/value heads.
+      tokens: Tokens of a prompt, or in the cache of each sequence.
+      density: Nominal density of the selection.
+      batch: Number of sequences.
+      heads: Numbers of query heads and key/value heads.
       head_dim: Size of one head.
-      block_size: Tokens of a block.
-      dtype: Of queries, keys and values.
-      rule: What selects, of `selection` and `share`.
-      phase: `"prefill"` or `"decode"`, of the same.
-      product: Name of the weights, of `linear`.
-      rows: Rows of the input, of `linear`.
+      block_size: Tokens per block.
+      dtype: Dtype of queries, keys and values.
+      rule: The policy, for `selection` and `share`.
+      phase: `"prefill"` or `"decode"`, for the same operations.
+      product: Name of the weights, for `linear`.
+      rows: Rows of the input, for `linear`.
       is_quick: Whether sizes are tiny.
     """
 
@@ -149,7 +150,7 @@ class Case:
         return self.tokens // self.block_size
 
     def row(self) -> Row:
-        """What names it in the results."""
+        """Returns the fields that name the case in the results."""
         if self.op == "linear":
             return {"product": self.product, "rows": self.rows}
         names = ("tokens", "density", "batch", "head_dim", "dtype")
@@ -163,7 +164,7 @@ class Case:
         return own | {"op": self.op, "block_size": self.block_size, "peer": None}
 
     def filtered(self) -> Row:
-        """What filters are compared with: a filter leaves out what has no such size."""
+        """Returns the values to filter by; a filter drops cases without its field."""
         if self.op == "linear":
             own: Row = {"rows": self.rows}
         else:
@@ -174,7 +175,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All measurements on a GPU, or, where there is none, the gradients on a CPU."""
+    """Lists all measurements on a GPU, or without one, the gradients on a CPU."""
     gradient = functools.partial(Case, op="gradient", density=0.1)
     if jax.default_backend() == "cpu":
         for tokens in (2048, 4096, 8192, 16384):
@@ -217,7 +218,7 @@ def cases() -> Iterator[Case]:
 
 
 def quick_cases() -> Iterator[Case]:
-    """Tiny cases that run anywhere."""
+    """Lists tiny cases that run anywhere."""
     size: dict[str, Any] = {"density": 0.2, "heads": (4, 2), "head_dim": 64, "is_quick": True}
     for op in ("prefill", "decode", "quantize", "scores", "lists", "gradient"):
         yield Case(op=op, tokens=1024, batch=2 if op == "decode" else 1, **size)
@@ -229,7 +230,7 @@ def quick_cases() -> Iterator[Case]:
 def selecting(
     op: str, tokens: int, density: float, rules: Sequence[Rule], **size: Any
 ) -> Iterator[Case]:
-    """Some rules, in the phases in which they observe or select; dense attention in both."""
+    """Lists rules in the phases in which they update statistics or select; dense in both."""
     for rule in rules:
         case = Case(op=op, tokens=tokens, density=density, rule=rule, **size)
         policy = rule.make()
@@ -240,7 +241,7 @@ def selecting(
 
 
 def every_rule(density: float, *, is_quick: bool = False) -> list[Rule]:
-    """Policies and presets; FlexPrefill with no head and with every head query-aware."""
+    """Lists policies and presets; FlexPrefill with no head and with every head query-aware."""
     found = []
     for policy in POLICIES:
         if policy == "flexprefill":
@@ -256,7 +257,7 @@ def every_rule(density: float, *, is_quick: bool = False) -> list[Rule]:
 
 
 def main() -> None:
-    """Runs everything and writes the results, row by row."""
+    """Runs all measurements and writes the results, row by row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the results")
     parser.add_argument("--op", action="append", choices=OPERATIONS, help="default: all")
@@ -296,12 +297,12 @@ def main() -> None:
 
 
 def names_of(op: str) -> tuple[str, ...]:
-    """What tells rows of an operation's file apart."""
+    """Returns the fields that identify a row of an operation's file."""
     return NAMES.get(FILES[op], SHAPE)
 
 
 def unmeasured(case: Case) -> Row:
-    """Fields that every row of a policy has, also where its phase lacks a part."""
+    """Returns null fields of a policy's row, for parts that its phase lacks."""
     if not case.phase:
         return {}
     names = ("settings", "measured_density", "num_lists", "list_block_size")
@@ -310,7 +311,7 @@ def unmeasured(case: Case) -> Row:
 
 
 def describe(case: Case, row: Row) -> str:
-    """One line for the terminal."""
+    """Formats a row as one line for the terminal."""
     text = f"{case.op:<10} {row.get('form', '')}"
     names = {**case.row(), "op": None, "peer": None, "dtype": None}
     text += "".join(f" {name}={one}" for name, one in names.items() if one)
@@ -328,19 +329,19 @@ def describe(case: Case, row: Row) -> str:
 
 
 def milliseconds(times: Sequence[float], prefix: str = "") -> Row:
-    """Median, and the distance of the quartiles."""
+    """Computes the median and the interquartile range."""
     found = common.summarize(list(times))
     spread = found["q75"] - found["q25"]
     return {f"{prefix}ms": 1e3 * found["median"], f"{prefix}ms_iqr": 1e3 * spread}
 
 
 def built(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The compiled program for arguments, or shapes, like these."""
+    """Compiles a program for such arguments or shapes."""
     return jax.jit(function).lower(*arguments).compile()
 
 
 def queued(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call:
-    """Calls of a program with one set of inputs after another."""
+    """Makes calls of a program with one set of inputs after another."""
 
     def run(count: int) -> Any:
         for index in range(count):
@@ -351,23 +352,23 @@ def queued(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call
 
 
 class Loop:
-    """A compiled loop of steps that each start from what the last one made.
+    """A compiled loop of steps, each of which starts from the last one's result.
 
-    The number of rounds over the layers is known when it is compiled: a GPU asks the host whether
-    to go on after all of them only.
+    The number of rounds over the layers is fixed when compiling, so that a GPU asks the host
+    whether to go on only after all of them.
 
     Args:
-      step: What a layer does.
-      state: What the first step starts from, or its shapes.
-      inputs: Of all layers, or their shapes.
-      layers: How many there are.
-      rounds: Rounds over the layers in one count.
+      step: Work of one layer.
+      state: State before the first step, or its shapes.
+      inputs: Inputs of all layers, or their shapes.
+      layers: Number of layers.
+      rounds: Rounds over the layers per check of the loop's condition.
     """
 
     def __init__(
         self, step: Step, state: PyTree, inputs: PyTree, layers: int, rounds: int = ROUNDS_OF_LAYERS
     ) -> None:
-        """Compiles it."""
+        """Compiles the loop."""
 
         def run(count: Array, state: PyTree, inputs: PyTree) -> PyTree:
             def one_round(_: Array, state: PyTree) -> PyTree:
@@ -382,26 +383,26 @@ class Loop:
         self._program = built(run, jax.ShapeDtypeStruct((), jnp.int32), state, inputs)
 
     def over(self, state: PyTree, inputs: PyTree) -> Call:
-        """Calls of a multiple of `steps` steps."""
+        """Makes calls of a multiple of `steps` steps."""
         return lambda count: self._program(jnp.int32(count // self.steps), state, inputs)
 
 
 def compare(one: Array, other: Array, wanted: Array) -> Row:
-    """The distance of a result from the one wanted, and whether two runs gave the same."""
+    """Computes a result's distance from the reference, and whether two runs are equal."""
     actual = one.astype(jnp.float32)
     error = jnp.linalg.norm((actual - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
     return {"relative_error": float(error), "is_bit_equal": bool(jnp.all(one == other))}
 
 
 def sides(times: Mapping[str, Sequence[float]], peer: str) -> Row:
-    """The times of `ours` and of `peer`."""
+    """Returns the times of `ours` and of `peer`."""
     row = {"peer": peer, "implementation": IMPLEMENTATION}
     row |= milliseconds(times["ours"], "ours_") | milliseconds(times["peer"], "peer_")
     return row | {"ratio": row["peer_ms"] / row["ours_ms"]}
 
 
 def widen(tree: PyTree) -> PyTree:
-    """The same numbers in float32."""
+    """Converts arrays to float32."""
     return jax.tree.map(
         lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
@@ -411,13 +412,13 @@ def widen(tree: PyTree) -> PyTree:
 
 
 def draw(key: Array, case: Case, heads: int, tokens: int, *lead: int) -> Array:
-    """Normal entries `[*lead, B, tokens, heads, H]`."""
+    """Draws normal entries `[*lead, B, tokens, heads, H]`."""
     size = (*lead, case.batch, tokens, heads, case.head_dim)
     return jax.random.normal(key, size, jnp.dtype(case.dtype))
 
 
 def draw_layer(case: Case, index: int) -> tuple[Array, Array, Array]:
-    """Queries, keys and values of whole prompts."""
+    """Draws queries, keys and values of whole prompts."""
     heads = (case.heads[0], case.heads[1], case.heads[1])
     keys = jax.random.split(jax.random.key(index), 4)[:3]
     found = [draw(key, case, n, case.tokens) for key, n in zip(keys, heads, strict=True)]
@@ -425,7 +426,7 @@ def draw_layer(case: Case, index: int) -> tuple[Array, Array, Array]:
 
 
 def random_lists(key: Array, case: Case, rows: Array) -> sw.BlockSelection:
-    """Lists as long as the density asks for, of blocks drawn at random."""
+    """Draws random block indices, as many as the density requires."""
     budget = block_budget(case.num_blocks, density=case.density, sink_blocks=1, local_blocks=1)
     rows = jnp.broadcast_to(rows, (case.batch, rows.shape[-1]))
     select = jax.jit(
@@ -442,7 +443,7 @@ def random_lists(key: Array, case: Case, rows: Array) -> sw.BlockSelection:
 
 
 def draw_prompts(case: Case) -> list[tuple[Any, ...]]:
-    """Sets of queries, keys, values and lists of whole prompts that no cache holds together."""
+    """Draws sets of queries, keys, values and blocks of prompts, larger than any cache together."""
     rows = jnp.arange(case.num_blocks, dtype=jnp.int32)
     size = 2 * case.batch * case.tokens * (case.heads[0] + 2 * case.heads[1]) * case.head_dim
     return [
@@ -452,36 +453,36 @@ def draw_prompts(case: Case) -> list[tuple[Any, ...]]:
 
 
 def whole_prompt(case: Case) -> Span:
-    """The tokens of whole prompts, which inference lays out once for all layers."""
+    """Makes the span of whole prompts, which inference makes once for all layers."""
     lengths = jnp.full((case.batch,), case.tokens, jnp.int32)
     valid = jnp.ones((case.batch, case.tokens), bool)
     return Span(jnp.zeros_like(lengths), valid, lengths, lengths)
 
 
 def zeros(shapes: PyTree) -> PyTree:
-    """Arrays for shapes."""
+    """Makes arrays of zeros for shapes."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-# Attention. Each operation compiles its programs, and returns what measures them: rows of it.
+# Attention. Each operation compiles its programs, and returns a function that measures rows.
 
 Measure = Callable[[int], list[Row]]
 
 
 def dense_prompt(query: Array, key: Array, value: Array) -> Array:
-    """The peer of prompts."""
+    """Attends densely to whole prompts: the peer."""
     if PEER == "xla":
         return sw.dense_attention(query, key, value, implementation="xla")
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=PEER)
 
 
 def attend_prompt(*inputs: Any) -> Array:
-    """Attention of whole prompts over their lists."""
+    """Attends to the selected blocks of whole prompts."""
     return sw.block_sparse_attention(*inputs, implementation=IMPLEMENTATION)
 
 
 def attended(case: Case, lists: sw.BlockSelection) -> float:
-    """Pairs of query and key that lists attend to."""
+    """Counts the attended pairs of query and key."""
     positions = jnp.arange(lists.ids.shape[2], dtype=jnp.int32)[None, :] * case.block_size
     return float(
         jnp.sum(lists.attended_pairs(positions, jnp.full_like(positions, case.block_size)))
@@ -489,7 +490,7 @@ def attended(case: Case, lists: sw.BlockSelection) -> float:
 
 
 def tail_in_float32(case: Case, inputs: tuple[Any, ...]) -> Array:
-    """What the last tokens attend to, on XLA. Lists are padded: a first row may start anywhere."""
+    """Computes the last tokens' attention on XLA; padded lists allow any query offset."""
     query, key, value, lists = inputs
     tail = min(CHECKED_TOKENS, case.tokens)
     last, padding = -(tail // case.block_size), ((0, 0), (0, 0), (0, 1), (0, 0))
@@ -506,9 +507,9 @@ def tail_in_float32(case: Case, inputs: tuple[Any, ...]) -> Array:
 
 
 def prefill(case: Case) -> Measure:
-    """Attention of a whole prompt over lists, beside dense attention; or by several kernels.
+    """Measures attention to a prompt's selected blocks and dense attention, or several kernels.
 
-    Kernels of `other_gpus` take lists of blocks and of their pages, which name the same keys.
+    For `other_gpus`, kernels take block indices and the page indices of the same keys.
     """
     calls: dict[str, tuple[Callable[..., Array], str]] = {"peer": (dense_prompt, "dense")}
     if case.op == "prefill":
@@ -548,14 +549,14 @@ def prefill(case: Case) -> Measure:
 
 
 def in_pages(lists: sw.BlockSelection) -> sw.BlockSelection:
-    """The pages of listed blocks."""
+    """Replaces blocks by their pages."""
     ids = lists.ids[..., None] * PAGES + jnp.arange(PAGES, dtype=lists.ids.dtype)
     ids, size = ids.reshape(*ids.shape[:-2], -1), lists.block_size
     return sw.BlockSelection(ids, lists.counts * PAGES, size // PAGES, row_size=size)
 
 
 def attend_as_others(query: Array, key: Array, value: Array, lists: sw.BlockSelection) -> Array:
-    """`attend_prompt` by the kernel that GPUs from Ampere on run, Hopper excepted."""
+    """Runs `attend_prompt` by the kernel of GPUs from Ampere on, other than Hopper."""
     from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
 
     lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
@@ -577,14 +578,14 @@ def attend_as_others(query: Array, key: Array, value: Array, lists: sw.BlockSele
 def attend_token(
     query: Array, given: PyTree, layer: int, *, implementation: str | None = None
 ) -> Array:
-    """Attention of one token over its list: a step, whose result is the next layer's query."""
+    """Attends to one token's blocks: a step whose result is the next layer's query."""
     keys, values, lists, lengths = given
     how: dict[str, Any] = {"kv_lengths": lengths, "implementation": implementation}
     return sw.block_sparse_decode(query, keys, values, lists[layer], layer=layer, **how)
 
 
 def dense_token(query: Array, given: PyTree, layer: int) -> Array:
-    """The peer of tokens."""
+    """Attends densely for one token: the peer."""
     layers, lengths = given
     return jax.nn.dot_product_attention(
         query, *layers[layer], key_value_seq_lengths=lengths, implementation=PEER
@@ -592,10 +593,10 @@ def dense_token(query: Array, given: PyTree, layer: int) -> Array:
 
 
 def decode(case: Case) -> Measure:
-    """One token per sequence over its list, from a stacked cache; dense decoding beside it."""
+    """Measures one token per sequence over its blocks in a stacked cache, and dense decoding."""
 
     def draw_inputs() -> tuple[Any, Any, Any]:
-        """A query, caches of several layers filled to the end, and the layers for the peer."""
+        """Draws a query, full caches of several layers, and the layers for the peer."""
         keys = jax.random.split(jax.random.key(0), 3 + LAYERS)
         query = draw(keys[0], case, case.heads[0], 1)
         cache = [draw(one, case, case.heads[1], case.tokens, LAYERS) for one in keys[1:3]]
@@ -627,7 +628,7 @@ def decode(case: Case) -> Measure:
 
 
 def gradient(case: Case) -> Measure:
-    """Forward alone, and a step: the cotangents of queries, keys and values for the output's."""
+    """Measures the forward pass, and forward with the gradients of queries, keys and values."""
 
     def step_of(attend: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
         def step(query: Array, key: Array, value: Array, *rest: Any) -> tuple[Array, ...]:
@@ -679,13 +680,13 @@ def gradient(case: Case) -> Measure:
 
 
 def kernels_for(policy: Policy, phase: str) -> KernelConfig | None:
-    """What the policy's kernels run with, or `None` where it uses XLA."""
+    """Returns the settings of the policy's kernels, or `None` to use XLA."""
     what = policy.token_kernels if phase == "decode" else policy.prompt_kernels
     return dispatch.selection_kernels(None, what=what)
 
 
 def selection_part(case: Case) -> Measure:
-    """One part of the recommended policy's selection for a prompt, by kernels and by XLA."""
+    """Measures one part of the recommended policy's selection for a prompt, kernels and XLA."""
     policy = sw.SketchWalkConfig.recommended(density=case.density)
     shape = LayerShape(*case.heads, case.head_dim, jnp.dtype(case.dtype))
     rows = jnp.broadcast_to(
@@ -738,7 +739,7 @@ def selection_part(case: Case) -> Measure:
         elif case.op == "quantize":
             size = case.batch * case.tokens * case.heads[1] * (2 * case.head_dim + channels / 2)
             row["tb_per_s"] = size / row["ours_ms"] / 1e9
-        else:  # of the scores, rows need those of earlier pages
+        else:  # query blocks need the scores of earlier pages only
             row["tb_per_s"] = sets[0][0].nbytes / 2 / row["ours_ms"] / 1e9
         (one, *_), (other, *_), (wanted, *_) = (
             jax.tree.leaves(program(*sets[0])) for program in (ours, ours, peer)
@@ -748,11 +749,11 @@ def selection_part(case: Case) -> Measure:
     return measure
 
 
-# Products of few rows.
+# Decode matmuls.
 
 
 def draw_weights(product: Product, rows: int, dtype: str, layers: int) -> tuple[Array, Row]:
-    """Rows, and stacked weights `[L, D, F]` or `[L, F, D]` with their scales and the norm's."""
+    """Draws rows, and weights `[L, D, F]` or `[L, F, D]` with scales of weights and norm."""
     columns, inputs, has_norm = product
     keys = jax.random.split(jax.random.key(0), len(columns) + 1)
     x = jax.random.normal(keys[-1], (rows, 1, inputs), jnp.bfloat16)
@@ -769,7 +770,7 @@ def draw_weights(product: Product, rows: int, dtype: str, layers: int) -> tuple[
 
 
 def products(x: Array, given: Row, layer: Any, how: Callable[..., Any]) -> list[Array]:
-    """The products of one layer by the kernel for few rows, or as sums of products."""
+    """Computes the products of one layer by the decode matmul kernel, or as sums of products."""
     scales = given["weight_scales"]
     found = how(
         x,
@@ -786,7 +787,7 @@ def products(x: Array, given: Row, layer: Any, how: Callable[..., Any]) -> list[
 
 
 def products_on_xla(x: Array, given: Row, layer: Any, dtype: Any = None) -> list[Array]:
-    """The products of one layer by XLA, in the type of the input or in another one."""
+    """Computes the products of one layer by XLA, in the input's dtype or another one."""
     x = x if dtype is None else x.astype(dtype)
     if given["scale"] is not None:
         x = rms_norm(x, given["scale"][layer].astype(x.dtype), eps=EPS)
@@ -800,14 +801,14 @@ def products_on_xla(x: Array, given: Row, layer: Any, dtype: Any = None) -> list
 
 
 def linear(case: Case) -> Measure:
-    """A row of each form: the kernel with each type of weights, sums, and XLA's products."""
+    """Measures a row for each form: the kernel with each weight type, sums, and XLA's matmul."""
     product = (QUICK_PRODUCTS if case.is_quick else PRODUCTS)[case.product]
     layers = 2 if case.is_quick else STACK
     config = KernelConfig(interpret=dispatch.kernels_here() is None)
     kernel = functools.partial(
         products, how=functools.partial(linear_of_rows, kernel_config=config)
     )
-    # Kernels of eight bits are Hopper's.
+    # 8-bit kernels need Hopper.
     is_narrow = case.is_quick or dispatch.is_hopper()
     forms = {name: (name, kernel) for name in (WEIGHTS if is_narrow else WEIGHTS[:1])}
     if case.rows <= MOST_SUMMED_ROWS:
@@ -815,7 +816,7 @@ def linear(case: Case) -> Measure:
     forms["XLA"] = "bfloat16", products_on_xla
 
     def step_of(call: Callable[..., list[Array]]) -> Step:
-        # The next product waits for this one, whose sums are too small to change the rows.
+        # Add tiny sums of the products to the rows, so that the next product waits for this one.
         def step(x: Array, given: Row, layer: int) -> Array:
             total = sum(jnp.sum(one.astype(jnp.float32)) for one in call(x, given, layer))
             return x + (total * 1e-30).astype(x.dtype)
@@ -852,10 +853,10 @@ def linear(case: Case) -> Measure:
 
 
 def selection(case: Case) -> Measure:
-    """A policy in one phase: observing, selecting with it, and attention over the lists.
+    """Measures a policy in one phase: update of statistics, selection, and attention.
 
-    A prompt is observed anew in each layer; a token after a prompt that fills the cache. Of dense
-    attention there is nothing but attention.
+    In prefill, the statistics are computed anew in each layer; in decode, a token follows a prompt
+    that fills the cache. Dense attention has only the attention part.
     """
     policy, is_prompt, is_dense = case.rule.make(), case.phase == "prefill", case.rule == DENSE
     num_layers, num_blocks = PROMPTS if is_prompt else LAYERS, case.tokens // policy.block_size
@@ -871,7 +872,7 @@ def selection(case: Case) -> Measure:
         return policy.observe(query, key, blank(query, key), span=prompt, kernel_config=config)
 
     def draw_inputs() -> tuple[Any, ...]:
-        """Whole layers, what a step is given of them, keys and values in stacks, statistics."""
+        """Draws whole layers, the inputs of a step, stacked keys and values, and statistics."""
         layers = [draw_layer(case, index) for index in range(num_layers)]
         fill = jax.jit(blank if is_prompt else observed)
         statistics = tuple(fill(*layer[:2]) for layer in layers)
@@ -889,7 +890,7 @@ def selection(case: Case) -> Measure:
             walk, entry, statistics, found = state
             inputs, keys, knob = given
             own = policy.with_traced(knob) if isinstance(policy, PrefillPolicy) else policy
-            # Nothing may be computed once for all rounds of the loop.
+            # Keep XLA from hoisting work out of the loop.
             walk, entry, (query, key), kept = jax.lax.optimization_barrier(
                 (walk, entry, inputs[index], statistics[index])
             )
@@ -898,14 +899,14 @@ def selection(case: Case) -> Measure:
                 stack, layer = (key[None], 0) if is_prompt else (keys, index)
                 made, walk = own.select(query, stack, kept, walk, layer=jnp.int32(layer), **how)
                 found = (*found[:index], made, *found[index + 1 :])
-            leaf = jax.tree.leaves(made)[0]  # the next step waits for one entry of the result
+            leaf = jax.tree.leaves(made)[0]  # one entry of the result orders the steps
             statistics = (*statistics[:index], kept, *statistics[index + 1 :])
             return walk, leaf[(0,) * leaf.ndim].astype(jnp.int32), statistics, found
 
         return step
 
     def attention_inputs(layers: Any, cache: Any, lists: Any) -> Any:
-        """Sets of a prompt; of a token the query, and what layers hold."""
+        """Makes input sets for a prompt; for a token the query and the layers' inputs."""
         if is_prompt:
             pairs = zip(layers, lists, strict=True)
             return [layer if is_dense else (*layer, own) for layer, own in pairs]
@@ -919,7 +920,7 @@ def selection(case: Case) -> Measure:
     parts = {"observe": observes(policy, case), "selection": case.phase in policy.phases}
     for part in (name for name, is_there in parts.items() if is_there):
         start = jax.eval_shape(first, statistics)
-        # What a step makes tells the shapes of its lists.
+        # Take the shapes of the block indices from the step's outputs.
         made = jax.eval_shape(lambda *x, part=part: step_of(part)(*x, 0), start, given)
         states[part] = (*start[:3], made[3][:1] * num_layers)
         loops[part] = Loop(step_of(part), states[part], given, num_layers, rounds_of)
@@ -978,19 +979,19 @@ def observes(policy: Policy, case: Case) -> bool:
 
 
 def layer_shape(case: Case) -> LayerShape:
-    """Sizes of a layer."""
+    """Returns the sizes of a layer."""
     return LayerShape(*case.heads, case.head_dim, jnp.dtype(case.dtype))
 
 
 def described(query: Array, lists: sw.BlockSelection) -> Row:
-    """What lists are like, and what attends over them."""
+    """Describes a selection, and the implementation that attends to it."""
     sizes = {"block_size": lists.block_size, "row_size": lists.row_size}
     row = {"num_lists": lists.ids.shape[1], "list_block_size": lists.block_size}
     return row | {"attention_implementation": dispatch.choose_implementation(None, query, **sizes)}
 
 
 def find_knob(policy: Any, density_at: Callable[[float], float], density: float) -> float:
-    """By bisection; more is kept with larger values."""
+    """Finds a threshold by bisection; larger values keep more."""
     low, high = policy.knob_range
     for _ in range(KNOB_STEPS):
         middle = 0.5 * (low + high)

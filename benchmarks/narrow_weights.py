@@ -1,18 +1,18 @@
-"""How far weights of eight bits move the distributions of the next token.
+"""Measures how far 8-bit weights move the distributions of the next token.
 
     python benchmarks/narrow_weights.py --model FILE.gguf [--tokens 4096] [--prompts 8]
     python benchmarks/report.py      # the tables
 
-A model reads texts with dense attention and the weights as they are: `p` is its distribution after
-each token. It reads them again with narrow weights, with sparse attention, and with both: `q`. Of
-all tokens of a text but the last, the mean of each of these is taken::
+A model reads texts with dense attention and its own weights: `p` is its distribution after each
+token. It reads them again with quantised weights, with sparse attention, and with both: `q`. Each
+of these is averaged over all tokens of a text but the last::
 
     KL(p ‖ q) = Σ_v p[v] (log p[v] - log q[v])      nats
     loss      = -log q[next token]                  nats
     agreement = whether the likeliest tokens of p and q are the same
 
-So that it shows where a loss comes from, weights of float8 are read too for some layers alone, and
-widened to the dtype of the model, which leaves the inputs of layers as they are.
+To locate the loss, float8 weights are also used in some layers only, and dequantised to the model's
+dtype, which leaves the inputs of layers unquantised.
 """
 
 import argparse
@@ -50,18 +50,18 @@ OUT = common.RESULTS / "narrow_weights.json"
 NAMES = ("model", "tokens", "weights", "part", "policy", "density")
 ALL = "all layers"
 WIDENED = "all layers, inputs not rounded"
-# The layers that are narrow, the others being as they are.
+# Layers with quantised weights; the others keep their weights.
 PARTS = {
     "query, key and value": ("query", "key", "value"),
     "out": ("out",),
     "gate and up": ("gate", "up"),
     "down": ("down",),
 }
-_CHUNK = 256  # tokens whose logits are there at a time: they are large
+_CHUNK = 256  # tokens whose logits, which are large, are in memory at a time
 
 
 def main() -> None:
-    """Measures models; their rows take the place of those that the file has."""
+    """Measures models; their rows replace the file's rows of these models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, nargs="+", required=True)
     parser.add_argument("--weights", nargs="+", choices=QUANTIZED_DTYPES, help="default: all")
@@ -78,7 +78,7 @@ def main() -> None:
     text = read_text(options.text, tail=options.text_tail)
     machine = common.describe_machine(seed=options.seed, text=text.about)
     same = ("seed", "text")
-    if options.out.exists():  # one of something else is refused before anything is measured
+    if options.out.exists():  # refuse a file of other results before measuring
         common.add_rows(options.out, machine, [], NAMES, *same)
     for path in options.model:
         name = path.stem if path.is_file() else path.name
@@ -102,7 +102,7 @@ def main() -> None:
             density=options.density,
         )
         where = {"model": name, "tokens": options.tokens}
-        for row in rows:  # one at a time, so that a run that is cut off keeps what it has
+        for row in rows:  # one at a time, so that an interrupted run keeps its rows
             common.add_rows(options.out, machine | {"models": models}, [where | row], NAMES, *same)
 
 
@@ -114,14 +114,14 @@ def measure(
     weights: tuple[str, ...],
     density: float,
 ) -> Iterator[Row]:
-    """A row for each type of weights and attention, and for parts of the layers in float8.
+    """Yields rows for types of weights and attention, and for parts of the layers in float8.
 
     Args:
       params: Parameter tree, not quantised.
-      texts: Of one length.
+      texts: Texts of one length.
       model_config: The model.
-      weights: Types to measure.
-      density: Of sparse attention.
+      weights: Types of weights to measure.
+      density: Density of sparse attention.
 
     Yields:
       Rows with `weights`, `part`, `policy`, `density` and, with an entry for each text, `kl`,
@@ -134,7 +134,7 @@ def measure(
         for name, policy in policies.items()
     }
 
-    base: list[Float[np.ndarray, "1 T D"]] = []  # of the first row
+    base: list[Float[np.ndarray, "1 T D"]] = []  # outputs of the first row
     dtype = params["embed"]["embedding"].dtype.name
 
     def row(own: PyTree, policy: str = "dense", **names: Any) -> Row:
@@ -163,14 +163,14 @@ def measure(
 
 
 def _widen(params: PyTree, narrow: PyTree) -> PyTree:
-    """The parameters with the weights that float8 has, in their own dtype."""
+    """Dequantises float8 weights into the parameters' dtype."""
     layers = dict(params["layers"])
     for name, leaf in narrow["layers"].items():
         if "quantized" in leaf:
             quantized, scales = leaf["quantized"], leaf["scales"]
             inputs = quantized.ndim - scales.ndim
             wide = quantized.astype(jnp.float32) * jnp.expand_dims(scales, [*range(-inputs, 0)])
-            # Outputs stand first in quantised weights, and last in a kernel.
+            # Outputs come first in quantised weights, and last in a kernel.
             wide = jnp.moveaxis(wide, range(-inputs, 0), range(1, 1 + inputs))
             kernel = layers[name]["kernel"]
             layers[name] = layers[name] | {"kernel": wide.astype(kernel.dtype)}
@@ -181,7 +181,7 @@ def _widen(params: PyTree, narrow: PyTree) -> PyTree:
 def _read(
     params: PyTree, tokens: Int[Array, "1 T"], *, settings: Settings
 ) -> Float[Array, "1 T D"]:
-    """The last layer's output behind every token."""
+    """Computes the last layer's output after every token."""
     num_tokens = tokens.shape[1]
     lengths, columns = jnp.array([num_tokens]), jnp.arange(num_tokens)[None]
     return read_into_new_cache(params, tokens, lengths, columns, settings=settings)[0]
@@ -196,7 +196,7 @@ def _compare(
     *,
     model_config: ModelConfig,
 ) -> tuple[Array, Array, Array]:
-    """KL, loss and agreement, means over all tokens but the last."""
+    """Computes KL, loss and agreement, means over all tokens but the last."""
     count = tokens.shape[1] - 1
 
     def chunk(columns: Array) -> tuple[Array, Array, Array]:

@@ -1,14 +1,14 @@
-"""What selections lose on instruction models, at density over all layers, in their chat template.
+"""Measures what selections lose on instruction models in their chat template.
 
     python benchmarks/real_models.py --model FILE.gguf --stage development --dense-layers 0 1 2
     python benchmarks/real_models.py --model FILE.gguf [--tokens 8192] [--seconds 500]
 
-Every call goes on where the last one stopped, and may be limited to some lengths, tasks, policies
-or phases, or to a time. Prompts that dense attention does not answer are left out for every policy,
-and counted. The density is the mean over all layers of the phase that is sparse; how many layers a
-policy leaves dense is chosen on prompts of another seed (`--stage development`), and stays for
-those that are reported. `recommended` runs with the plan beside a model, if `sketchwalk calibrate`
-has measured one; its rows say so, and are not continued with another.
+Every call continues the last one, and can be limited to some lengths, tasks, policies or phases, or
+to a time. Prompts that dense attention does not answer are left out for every policy, and counted.
+The density is the mean over all layers in the sparse phase. The number of dense layers of a policy
+is chosen on prompts of another seed (`--stage development`), and kept for the reported ones.
+`recommended` uses the plan that `sketchwalk calibrate` measured for a model, if any; its rows name
+the plan, and cannot be continued with another.
 """
 
 import argparse
@@ -41,15 +41,15 @@ from sketchwalk_jax.text.tokenizer import load_tokenizer
 OUT = common.RESULTS / "real_models.json"
 TASKS = tuple(task for task in ALL_TASKS if task != "aggregation")
 CALIBRATED_ON = ("text_loss", "multi_key")
-# Seed and prompts of each task. Development decides on dense layers and is not reported.
+# Seed, and prompts of each task. Development chooses the dense layers and is not reported.
 STAGES = {"development": (1, 20), "report": (0, 100)}
-# Presets that say themselves which layers are dense.
+# Presets that choose their dense layers themselves.
 OWN_LAYERS = ("recommended", "released")
 _VARIANT = "dense_layers="
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs what the file lacks."""
+    """Runs the groups that the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, nargs="+", required=True, help="GGUF or folders")
     parser.add_argument("--stage", choices=STAGES, default="report")
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: float | None) -> bool:
-    """Runs what the file lacks of one model; returns whether it is finished.
+    """Runs the groups that the file lacks of one model; returns whether it is finished.
 
-    Instruction models read their chat template, others tasks as they stand.
+    Instruction models read tasks in their chat template, other models in plain sentences.
     """
     start = time.monotonic()
     name, model = path.stem if path.is_file() else path.name, {"sha256": hash_weights(path)}
@@ -129,7 +129,7 @@ def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: floa
         tries=base.tries,
         density_over=base.density_over,
     )
-    # What is told of each model, stage and policy grows with the file.
+    # Entries for each model, stage or policy, which grow with the file.
     growing = ("models", "runs", "dense_layers")
     file = ResultsFile(
         options.out,
@@ -157,17 +157,17 @@ def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: floa
 
 
 def default_dtype() -> str | None:
-    """float32 on CPUs, which compute the narrow types slowly; elsewhere the checkpoint's."""
+    """Returns float32 on CPUs, which are slow in 16 bits; elsewhere None, the checkpoint's."""
     import jax
 
     return "float32" if jax.default_backend() == "cpu" else None
 
 
 def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dict[str, Any]:
-    """`meta` with what a file says of other models and runs.
+    """Joins `meta` with a file's entries for other models and runs.
 
     Raises:
-      ValueError: If the file says otherwise of this model or stage.
+      ValueError: If the file contradicts it for this model or stage.
     """
     if not path.exists():
         return meta
@@ -183,7 +183,7 @@ def joined_meta(path: Path, meta: dict[str, Any], growing: Sequence[str]) -> dic
 
 
 def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tuple[Rule, ...]:
-    """The rules of a stage: in development every number of dense layers, then the best one."""
+    """Lists the rules of a stage: in development every number of dense layers, else the best."""
     found: list[Rule] = []
     for policy in options.policy or POLICIES:
         if policy == "dense":
@@ -206,20 +206,20 @@ def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tu
 
 
 def exact_ceiling(density: float | None) -> Rule:
-    """The exact ranking by largest shares, with the local blocks of the recommended policy."""
+    """Makes the oracle that ranks by largest shares, with the recommended policy's local blocks."""
     fields = {"aggregation": "max", "dense_layers": 0, "local_blocks": 2}
     return Rule("oracle", None, density, tuple(fields.items()), "max")
 
 
 def _chosen(file: ResultsFile, model: str, rule: Rule, options: argparse.Namespace) -> list[Rule]:
-    """The rule with the dense layers that served best in development, phase by phase."""
+    """Gives the rule the dense layers that were best in development, phase by phase."""
     by_count: dict[int, list[str]] = {}
     for phase in options.phase:
         if phase != "both" and phase not in rule.make().phases:
             continue
         if phase == "both" and len(rule.make().phases) < 2:
             continue
-        # What is sparse in both phases loses most in prompts.
+        # With both phases sparse, prefill causes most of the loss.
         like = "prefill" if phase == "both" else phase
         count = chosen_layers(file, model, rule, like, options.dense_layers)
         if count is not None:
@@ -233,12 +233,12 @@ def _chosen(file: ResultsFile, model: str, rule: Rule, options: argparse.Namespa
 def chosen_layers(
     file: ResultsFile, model: str, rule: Rule, phase: str, given: Sequence[int] | None
 ) -> int | None:
-    """Dense layers for the report: those given, those chosen before, or the best of development.
+    """Finds the dense layers for the report: given, chosen before, or the best in development.
 
-    Once chosen, a number stays in `meta`: all rows of a policy have the same.
+    A chosen number stays in `meta`, so that all rows of a policy share it.
 
     Raises:
-      SystemExit: If none was given and there is no development to choose from.
+      SystemExit: If none was given and there are no development rows to choose from.
     """
     key = f"{model}: {rule} {phase}"
     known = file.meta.setdefault("dense_layers", {})
@@ -251,13 +251,13 @@ def chosen_layers(
 
 
 def best_layers(rows: Sequence[Row], model: str, rule: Rule, phase: str) -> int | None:
-    """The number of dense layers with the most right answers; of equal ones the least loss.
+    """Finds the number of dense layers with the most right answers; ties go to the least loss.
 
     Args:
-      rows: Rows with those of the development.
+      rows: Rows, development rows included.
       model: The model.
       rule: The policy.
-      phase: Where it selects.
+      phase: Phase in which it selects.
 
     Returns:
       The number; None if no number was within the density.

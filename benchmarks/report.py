@@ -6,8 +6,8 @@
 It also derives the lengths that `Auto` goes by, `sketchwalk_jax/inference/break_even.json`.
 
 A table stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` on a page; `tables.py`
-says which rows of which file it shows. Every table has one form: some fields tell its lines apart,
-and each further column selects rows of its line, from which a function makes the text of a cell.
+defines its file and rows. All tables have one form: some fields identify a line, and each further
+column selects rows of the line, from which a function makes the text of a cell.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class _Any:
 
 
 class OneOf:
-    """Equals each of some values."""
+    """Equals each of the given values."""
 
     def __init__(self, *values: Any) -> None:
         """Keeps the values."""
@@ -78,14 +78,14 @@ class Table:
     """A table of a page.
 
     Attributes:
-      file: The results, below `results/`.
-      command: What measures them.
-      where: The rows that the table shows: for each field what its value equals.
-      lines: Fields that tell lines apart; they are the first columns.
-      columns: For each further column the rows that it selects, and what makes a cell of them.
+      file: File of results in `results/`.
+      command: Command that measures the results.
+      where: Filter for rows of the table: a value for each field.
+      lines: Fields that identify a line; they are the first columns.
+      columns: For each further column a filter of rows, and a function that makes a cell of them.
       note: A sentence below the table.
-      adapt: Makes the rows of the table from a row of the file.
-      has_gaps: Whether lines without all of their cells are shown.
+      adapt: Function that makes rows of the table from a row of the file.
+      has_gaps: Whether to show lines with missing cells.
     """
 
     file: str
@@ -98,10 +98,10 @@ class Table:
     has_gaps: bool = False
 
     def write(self, results: Path) -> str:
-        """The Markdown of the table, from the folder of results.
+        """Writes the table as Markdown, from the folder of results.
 
         Raises:
-          ValueError: If the results are of a run with `--quick`, or not complete.
+          ValueError: If the results come from a run with `--quick`, or are incomplete.
         """
         path = results / self.file
         if not path.exists():
@@ -144,9 +144,9 @@ class Table:
 
 
 def _of_one_code(rows: Iterable[Row]) -> str | None:
-    """The code that most rows of a line were measured with; a line shows no others.
+    """Finds the code version of most rows of a line; the line shows no others.
 
-    Dense attention is the same in all of them, and counts in none.
+    Dense attention is the same in all versions, and does not count.
     """
     codes = Counter(row.get("sources") for row in rows if not _is_dense(row))
     return codes.most_common(1)[0][0] if codes else None
@@ -161,7 +161,7 @@ def _is_dense(row: Row) -> bool:
 
 
 def _rank(field: str, value: Any, places: Sequence[Any]) -> Any:
-    """What lines are sorted by; names that have no order stay in that of the results."""
+    """Returns the sort key of a line; names without an order keep the order of the results."""
     if field == "method":
         name = value.partition(",")[0]
         return _ORDER.index(name) if name in _ORDER else len(_ORDER), value
@@ -169,18 +169,18 @@ def _rank(field: str, value: Any, places: Sequence[Any]) -> Any:
         return [*PHASES].index(value)
     if field == "density":
         return -value
-    if field == "model":  # by its number of parameters, as the name has it
+    if field == "model":  # by the number of parameters in its name
         found = re.search(r"(\d+(?:\.\d+)?)([mb])", value)
         return float(found[1]) * (1000 if found[2] == "b" else 1) if found else 0.0, value
     return places.index(value) if isinstance(value, str) else value
 
 
 def method_title(name: str) -> str:
-    """Policies as code, dense attention as a word."""
+    """Formats policies as code, dense attention as a word."""
     return name if name == "dense" else f"`{name}`"
 
 
-# The title of a field that tells lines apart, and the text of its values.
+# Titles of fields that identify lines, and functions that format their values.
 FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("Tokens", "{:,}".format),
     "density": ("Density", "{:g}".format),
@@ -202,10 +202,10 @@ FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 @functools.cache
 def read(path: Path) -> Row:
-    """A file of results, with the names of methods in its rows.
+    """Reads a file of results, and adds names of methods to its rows.
 
     Raises:
-      ValueError: If it is of a run with `--quick`, or of an evaluation that is not complete.
+      ValueError: If it comes from a run with `--quick`, or from an incomplete evaluation.
     """
     data: Row = json.loads(path.read_text(encoding="utf-8"))
     if data["meta"].get("is_quick"):
@@ -215,16 +215,16 @@ def read(path: Path) -> Row:
         if "policy" in row:
             parts = row.get("preset") or row["policy"], row.get("variant")
             row["method"] = ", ".join(filter(None, parts))
-        if "is_right" in row:  # of an evaluation
+        if "is_right" in row:  # a row of an evaluation
             if _is_dense(row):
                 row |= {"phase": ANY, "density": ANY}
-            elif row["density"] is None:  # the method sets its own
+            elif row["density"] is None:  # the method sets its own density
                 row["density"] = ANY
     return data | {"rows": list(_without_parts(rows))}
 
 
 def _without_parts(rows: Sequence[Row]) -> Iterator[Row]:
-    """Leaves out the rows by depth where a row over all depths is there as well."""
+    """Drops the rows by depth if a row over all depths exists."""
     fields = ("model", "stage", "method", "task", "tokens", "hops")
 
     def name(row: Row) -> str:
@@ -237,12 +237,12 @@ def _without_parts(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def select(rows: Iterable[Row], where: Where) -> list[Row]:
-    """The rows with these values."""
+    """Selects the rows with these values."""
     return [row for row in rows if all(one == row.get(key) for key, one in where.items())]
 
 
 def describe(meta: Row, runs: Iterable[Row], command: str) -> str:
-    """Hardware, date and command in one line, or where figures of others come from."""
+    """Describes hardware, date and command in one line, or the source of published figures."""
     if "device" not in meta:
         return f"{meta['source']}; {meta['unit']}; {meta['setting']}."
     device = meta["device"] if meta["device"] != "cpu" else f"{meta['cpu']}, {meta['cores']} cores"
@@ -252,7 +252,7 @@ def describe(meta: Row, runs: Iterable[Row], command: str) -> str:
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]], left: int) -> str:
-    """A table whose first `left` columns stand to the left, the others to the right."""
+    """Formats a table: the first `left` columns aligned left, the others right."""
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body))
 
@@ -261,34 +261,34 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]], left: int) -> s
 
 
 def duration(ms: float) -> str:
-    """Milliseconds in the unit that suits."""
+    """Formats milliseconds in a suitable unit."""
     value, unit = (ms / 1e3, "s") if ms >= 1e3 else (ms, "ms") if ms >= 1 else (ms * 1e3, "µs")
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
 def milliseconds(field: str) -> Cell:
-    """A time in milliseconds."""
+    """Makes a cell with a time in milliseconds."""
     return lambda rows, _: NOTHING if rows[0][field] is None else duration(rows[0][field])
 
 
 def ratio(field: str, base: str) -> Cell:
-    """A time, and how many times shorter it is than another one of the same row."""
+    """Makes a cell with a time, and its speed-up over another time of the same row."""
     return lambda rows, _: f"{duration(rows[0][field])}, **{rows[0][base] / rows[0][field]:.1f}×**"
 
 
 def number(field: str, text: str = "{:.2f}") -> Cell:
-    """A field as it is."""
+    """Makes a cell with a field's value."""
     return lambda rows, _: NOTHING if rows[0].get(field) is None else text.format(rows[0][field])
 
 
 def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest run: prompts are read in one piece or in several."""
+    """Finds the fastest run, with prompts read in one piece or in several."""
     done = [row for row in rows if not row.get("error")]
     return min(done, key=lambda row: row["seconds"]["median"], default=None)
 
 
 def timed(**base: Any) -> Cell:
-    """The time of a whole model, and how many times faster than the rows with `base` it is."""
+    """Makes a cell with the time of a whole model, and its speed-up over the rows with `base`."""
 
     def cell(rows: list[Row], other: Other) -> str:
         own, dense = best(rows), best(other(**base)) if base else None
@@ -304,7 +304,7 @@ def timed(**base: Any) -> Cell:
 
 
 def of_floor(rows: list[Row], _: Other) -> str:
-    """The time as a multiple of its lower bound."""
+    """Formats the time as a multiple of its lower bound."""
     own = best(rows)
     return NOTHING if own is None else f"{own['seconds']['median'] / own['floor_seconds']:.2f}"
 
@@ -313,25 +313,25 @@ def of_floor(rows: list[Row], _: Other) -> str:
 
 
 def _counted(rows: Iterable[Row]) -> list[Row]:
-    """Rows with answers, without tasks of which dense attention answers too few prompts."""
+    """Selects rows with answers, without tasks of which dense answers too few prompts."""
     return [row for row in rows if row["task"] not in LOSSES and row.get("in_mean") is not False]
 
 
 def _answers(rows: Iterable[Row]) -> tuple[int, int]:
-    """Right answers and prompts."""
+    """Counts right answers and prompts."""
     own = [row for row in _counted(rows) if row["exact"] is not None]
     right = sum(row["exact"] * row["prompts"] for row in own)
     return round(right), sum(row["prompts"] for row in own)
 
 
 def right(rows: list[Row], _: Other) -> str:
-    """The share of right answers."""
+    """Formats the share of right answers."""
     count, prompts = _answers(rows)
     return f"{count / prompts:.2f}" if prompts else NOTHING
 
 
 def right_interval(rows: list[Row], _: Other) -> str:
-    """The share of right answers with Wilson's 95 % interval."""
+    """Formats the share of right answers with Wilson's 95 % interval."""
     count, prompts = _answers(rows)
     if not prompts:
         return NOTHING
@@ -340,13 +340,13 @@ def right_interval(rows: list[Row], _: Other) -> str:
 
 
 def signed(value: float, digits: int) -> str:
-    """A difference with its sign and a true minus."""
+    """Formats a difference with its sign and a true minus."""
     text = f"{value:+.{digits}f}"
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
 def loss_beyond(digits: int = 3, *, percent: bool = False, **base: Any) -> Cell:
-    """Loss beyond that of other rows on the same texts, with Student's 95 % interval."""
+    """Makes a cell with the loss minus other rows' on the same texts, and Student's interval."""
 
     def cell(rows: list[Row], other: Other) -> str:
         own = next((row for row in rows if row.get("text_losses")), None)
@@ -363,7 +363,7 @@ def loss_beyond(digits: int = 3, *, percent: bool = False, **base: Any) -> Cell:
 
 
 def mean(field: str, text: str) -> Cell:
-    """The mean of a field over prompts."""
+    """Makes a cell with the mean of a field over prompts."""
 
     def cell(rows: list[Row], _: Other) -> str:
         own = [row for row in rows if row.get(field) is not None]
@@ -376,7 +376,7 @@ def mean(field: str, text: str) -> Cell:
 
 
 def bytes_read(rows: list[Row], other: Other) -> str:
-    """MiB that one decoded token reads in all layers, and the share of dense attention's."""
+    """Formats the MiB that a decoded token reads in all layers, and their ratio to dense."""
     fields = [f"decode_bytes_{name}" for name in ("keys", "values", "metadata")]
 
     def whole(found: Iterable[Row]) -> float:
@@ -409,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def update(page: Path, results: Path, *, is_check: bool) -> bool:
-    """Rewrites a page, or only shows how it differs; returns whether it was right before.
+    """Rewrites a page, or only shows differences; returns whether it was current.
 
     Raises:
       ValueError: If a section is not closed, or has no table.

@@ -1,11 +1,11 @@
-"""RULER in the lm-evaluation-harness, for every policy: the six tasks that download nothing.
+"""Runs RULER in the lm-evaluation-harness for every policy: the six tasks without downloads.
 
     uv run --extra eval python benchmarks/ruler.py
 
-The prompts are the harness's own, drawn once and the same for every policy, and so are its scores.
-Another task stands beside them, `multi_key` of this package: it asks in sentences that the small
-model was trained on, which RULER's are not. Writes `results/ruler.json`, policy by policy; with
-`--policy`, rows of other policies stay, and must be of the same model, prompts and versions.
+Prompts and scores are the harness's; prompts are drawn once, the same for every policy. A further
+task is `multi_key` of this package: unlike RULER, it uses sentences that the small model was
+trained on. Results go to `results/ruler.json`, policy by policy; with `--policy`, rows of other
+policies stay, and must share model, prompts and versions.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import common  # which finds the package
+import common  # makes the package importable
 
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
@@ -31,7 +31,7 @@ TASKS = (
     "ruler_fwe",
 )
 OWN_TASK = "multi_key"
-ROOM = 256  # tokens that a prompt may miss its length by, and most that are generated
+ROOM = 256  # tokens for deviations of a prompt's length and for the answer
 SEED = 0
 NAMES = ("policy", "task")
 SAME = ("model", "tokens", "samples", "density", "harness")
@@ -61,21 +61,21 @@ def main() -> None:
     policies = options.policy or tuple(POLICIES)
     asked = [{"policy": policy, "task": task} for policy in policies for task in tasks]
     common.note_asked(meta, asked, *NAMES)
-    common.add_rows(options.out, meta, [], NAMES, *SAME)  # other kinds are refused beforehand
+    common.add_rows(options.out, meta, [], NAMES, *SAME)  # refuses a file of other runs early
     for policy in policies:
         rows = run_policy(policy, model, tasks, meta, options)
         common.add_rows(options.out, meta, rows, NAMES, *SAME)
 
 
 def harness_version() -> str:
-    """The version of lm-eval."""
+    """Returns the version of lm-eval."""
     from importlib.metadata import version
 
     return version("lm-eval")
 
 
 def load_tasks(model: Path, *, tokens: int, samples: int) -> dict[str, Any]:
-    """The harness's tasks with their prompts, and one of this package's."""
+    """Loads the harness's tasks with their prompts, and one task of this package."""
     import numpy as np
     from lm_eval.tasks import TaskManager
 
@@ -89,7 +89,7 @@ def load_tasks(model: Path, *, tokens: int, samples: int) -> dict[str, Any]:
 
 
 def own_task(model: Path, *, tokens: int, samples: int) -> Any:
-    """`multi_key` as a task of the harness, scored as RULER's are."""
+    """Makes `multi_key` a task of the harness, scored like RULER's."""
     import datasets
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks.ruler.common_utils import aggregate_metrics, process_results
@@ -130,7 +130,7 @@ def own_task(model: Path, *, tokens: int, samples: int) -> Any:
 def run_policy(
     policy: str, model: Path, tasks: dict[str, Any], meta: dict[str, Any], options: Any
 ) -> list[dict[str, Any]]:
-    """One row for each task; the policy is sparse in every phase that it has."""
+    """Runs a policy, sparse in all its phases, and makes one row for each task."""
     from lm_eval.evaluator import evaluate
 
     from sketchwalk_jax.evaluation.harness import SketchWalkLM

@@ -1,24 +1,23 @@
-"""Whole models on several GPUs: time to the first token and time of a token, by axis of the mesh.
+"""Measures whole models on several GPUs: time to the first token and per token, by mesh axis.
 
     python benchmarks/scale_out.py [--out benchmarks/results/scale_out.json] [--ranks 2]
     python benchmarks/scale_out.py --axis one --phase prefill --tokens 131072    # a part of it
 
-Random weights in the shapes of real models, made where they lie. Each axis (`one` is a single GPU)
-runs in a process of its own, that of `one` with one GPU in sight; all add their rows to one file,
-in the place of rows of the same name, so that a run may be had in parts. Prompts are read as
-`generate` reads them; tokens are decoded, greedily, from a cache that has read a prompt.
+Weights are random, in the shapes of real models, and drawn on their devices. Each axis (`one` is a
+single GPU) runs in its own process, `one` with a single visible GPU; all add rows to one file and
+replace rows of the same name, so that a run can be split into parts. Prompts are read as in
+`generate`; tokens are decoded greedily from a cache that has read a prompt.
 
-`--phase lists` compares what ranks select: lists on all ranks bit for bit, and with those of one
-GPU for the same weights and prompt, of whose blocks those that differ are counted: hidden states
-that are added up in another order differ in rounding, and blocks with nearly equal scores change
-places.
+`--phase lists` compares block indices: bit for bit between all ranks, and with one GPU's for the
+same weights and prompt, counting differing blocks. Differences occur because hidden states that are
+summed in another order differ in rounding, and blocks with nearly equal scores swap ranks.
 
-Every row stands beside its floor: of a prompt the arithmetic of the linear layers and of the pairs
-attended to over the rate of a large matrix product, of a token the bytes that each rank must read
-over the rate of a copy; both for as many GPUs as there are. `sent_bytes` is what one rank receives
-in the layers of a call (`sketchwalk_jax.sharding`).
+Every row has a floor, the least possible time on all GPUs: for a prompt the arithmetic of the
+linear layers and of the attended pairs over the rate of a large matmul, for a token the bytes that
+each rank must read over the copy rate. `sent_bytes` counts the bytes that one rank receives in the
+layers of a call (`sketchwalk_jax.sharding`).
 
-What cannot fit into the memory of a GPU is not started, but listed with the bytes that it needs.
+Measurements that exceed a GPU's memory are not started, but listed with the bytes they need.
 """
 
 import argparse
@@ -80,7 +79,7 @@ LLAMA_70B = dataclasses.replace(
 SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
 PIECE = 2**15
 RULE = Rule("sketchwalk", "recommended", 0.1)
-# What names a row.
+# Fields that identify a row.
 KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset", "density")
 
 
@@ -89,8 +88,8 @@ class Cell(end_to_end.Cell):
     """One measurement; its phase may also be `"lists"`.
 
     Attributes:
-      axis: Of the mesh over which the model is spread, or `"one"` for a single GPU.
-      batch: Sequences, of all ranks.
+      axis: Mesh axis over which the model is sharded, or `"one"` for a single GPU.
+      batch: Number of sequences on all ranks together.
       rule: The policy.
     """
 
@@ -99,13 +98,13 @@ class Cell(end_to_end.Cell):
     rule: Rule = RULE
 
     def row(self, ranks: int = 1, **found: Any) -> Row:
-        """What names it, and what was found."""
+        """Makes a row: the fields that name the cell, and the results."""
         own = {"axis": self.axis, "ranks": 1 if self.axis == "one" else ranks}
         return super().row(**own, implementation=f"by {self.axis}") | found
 
 
 def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
-    """All measurements, short ones first."""
+    """Lists all measurements, short ones first."""
     if is_quick:
         for axis in AXES[:3]:
             yield Cell(model="tiny", phase="prefill", axis=axis, tokens=512, chunk_size=256)
@@ -139,13 +138,13 @@ def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
 
 
 def filtered(cell: Cell) -> Row:
-    """What filters are compared with."""
+    """Returns the values that filters are compared with."""
     values = {name: getattr(cell, name) for name in ("model", "axis", "phase", "tokens")}
     return values | {"policy": cell.rule.preset or cell.rule.policy}
 
 
 def main() -> None:
-    """Runs what was asked for, a process for each axis, and adds the rows to the file."""
+    """Runs the requested measurements, a process for each axis, and adds rows to the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=common.RESULTS / "scale_out.json")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs of one host")
@@ -191,7 +190,7 @@ def main() -> None:
 
 
 def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None:
-    """Measures cells of one axis; each is written as soon as it is there."""
+    """Measures cells of one axis, and writes each one as soon as it is done."""
     keep_compiled_programs()
     repeats = 2 if options.quick else options.repeats
     meta = common.describe_machine(
@@ -222,27 +221,27 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
 
 
 def needed_bytes(config: ModelConfig, ranks: int, cell: Cell) -> float:
-    """What the first rank holds at least: its weights, and its part of cache and activations."""
+    """Computes the first rank's least memory: its shards of weights, cache and activations."""
     where, shapes = make_placement(config, cell.axis, ranks), param_shapes(config)
     weights = sum(
         math.prod(where(path, shape).shard_shape(shape.shape)) * shape.dtype.itemsize
         for path, shape in flatten_params(shapes).items()
     )
     cache = cache_bytes(config, cell.rule.make(), cell.batch, cell.tokens, config.dtype)
-    if cell.phase == "lists":  # beside the weights and the cache of one device
+    if cell.phase == "lists":  # plus the weights and cache of the single-device run
         return weights + num_bytes(shapes) + cache
     return weights + (cache + end_to_end.activation_bytes(config, cell)) / ranks
 
 
 def describe_row(row: Row) -> str:
-    """One line for the terminal."""
+    """Formats a row as one line for the terminal."""
     if row["error"] or row["phase"] != "lists":
         return describe(row)
     return f"by {row['axis']} {row['model']} lists: {row['differing_blocks']}"
 
 
 def make_placement(config: ModelConfig, axis: str, ranks: int) -> Placement:
-    """The plan of a mesh with one axis; of one device, weights are drawn the same way."""
+    """Places a model on a mesh with one axis; on one device, weights are drawn the same way."""
     name = "tensor" if axis == "one" else axis
     mesh = jax.make_mesh(
         (ranks,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
@@ -261,18 +260,18 @@ def sent_bytes(
     chunk_size: int | None = None,
     is_token: bool,
 ) -> float:
-    """Bytes that one rank receives in all layers of a prompt, or of a token (`sharding`).
+    """Counts the bytes that one rank receives in all layers for a prompt or a token (`sharding`).
 
-    Of the kernels, whose scores of a prompt are those of key/value heads.
+    The count is for the kernels, whose scores of a prompt are per key/value head.
 
     Args:
       config: The model.
-      policy: What selects.
-      axis: Of the mesh.
-      ranks: Along it.
-      batch: Sequences of a rank.
-      tokens: Of a prompt, or in the cache.
-      chunk_size: Tokens of a piece, or None for one.
+      policy: The policy.
+      axis: Mesh axis.
+      ranks: Number of ranks along the axis.
+      batch: Number of sequences of a rank.
+      tokens: Tokens of a prompt, or in the cache.
+      chunk_size: Tokens per piece, or None for one piece.
       is_token: Whether a token is decoded.
     """
     others = (ranks - 1) / ranks
@@ -304,7 +303,7 @@ class Model:
     def __init__(
         self, config: ModelConfig, axis: str, ranks: int, rates: dict[str, float], repeats: int
     ) -> None:
-        """Draws the weights where they lie."""
+        """Draws the weights on their devices."""
         self.config, self._axis, self._ranks, self._repeats = config, axis, ranks, repeats
         self._copy = rates["copy_tb_per_s"] * 1e12
         self._matmul = rates["matmul_tflops"] * 1e12
@@ -313,7 +312,7 @@ class Model:
         self._params = init_params(jax.random.key(0), config, sharding=where)
 
     def compile(self, cell: Cell) -> tuple[Any, ...]:
-        """What reads a prompt, the prompt, and what decodes after it; nothing for lists."""
+        """Compiles programs for prompt and decoding, and draws the prompt; nothing for lists."""
         if cell.phase == "lists":
             return ()
         new = NEW_TOKENS if cell.phase == "decode" else 0
@@ -331,13 +330,13 @@ class Model:
         )
         decoding = token_program(
             dataclasses.replace(settings, chunk_size=None),
-            out_shardings=(None, where),  # it goes on from what it made
+            out_shardings=(None, where),  # its outputs are its next inputs
         )
         limit = jax.ShapeDtypeStruct((), jnp.int32)
         return compiled, prompt, decoding.lower(self._params, state, limit).compile()
 
     def measure(self, cell: Cell, compiled: Callable[[], tuple[Any, ...]]) -> Row:
-        """Seconds, floor, parts, bytes sent and memory; or how lists compare."""
+        """Measures seconds, floor, parts, bytes sent and memory; or compares block indices."""
         programs = compiled()
         if cell.phase == "lists":
             return self._lists(cell)
@@ -386,7 +385,7 @@ class Model:
         found, cache = time_tokens(program, self._params, state, self._repeats)
         held, density = num_bytes((cache.key, cache.value)), found["measured_density"]
         read = token_bytes(self.config, cell.batch, held, density)
-        # Ranks of `data` read all weights each; those of the others share them.
+        # Each rank of `data` reads all weights; ranks of the other axes share them.
         weights = token_bytes(self.config, cell.batch, 0, 0.0)
         more = (self._ranks - 1) * weights if self._axis == "data" else 0
         read += num_bytes(cache.statistics) + more
@@ -396,13 +395,13 @@ class Model:
         }
 
     def _of_a_rank(self, found: Row) -> Row:
-        """A trace has the kernels of all ranks."""
+        """Divides times by the ranks: a trace has the kernels of all ranks."""
         return found | {
             "parts_ms": {name: one / self._ranks for name, one in found["parts_ms"].items()}
         }
 
     def _lists(self, cell: Cell) -> Row:
-        """Lists of a prompt on all ranks, and beside those of one device."""
+        """Compares a prompt's block indices between ranks, and with one device's."""
         config, policy = self.config, cell.rule.make()
         tokens = np.asarray(self._prompt(cell, cell.tokens)[0])
         one = make_placement(config, "one", 1)

@@ -1,4 +1,4 @@
-"""The tables of the pages: which rows of which results they show, and in which columns."""
+"""Defines the tables of the pages: their results, rows and columns."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ SPEEDS = {
 
 
 def in_phases(rule: Row, density: str, cell: Cell | None = None) -> dict[str, tuple[Row, Cell]]:
-    """Dense attention and a density, for the first token and for the next ones."""
+    """Makes columns: dense attention and a density, for the first token and for the next ones."""
     return {
         f"{title}, {name}": (own | {"phase": phase}, cell or timed(**BESIDE))
         for title, phase in (("First token", "prefill"), ("Next token", "decode"))
@@ -55,7 +55,7 @@ def in_phases(rule: Row, density: str, cell: Cell | None = None) -> dict[str, tu
 
 
 def busy(row: Row) -> Iterator[Row]:
-    """What the GPU is busy with in a run of a model, a row for each part, and what is left."""
+    """Splits a model's time into rows for each part of the GPU's kernels, and the rest."""
     if not row.get("parts_ms") or row["chunk_size"]:
         return
     for part, ms in row["parts_ms"].items():
@@ -65,7 +65,7 @@ def busy(row: Row) -> Iterator[Row]:
 
 
 def loaded(row: Row) -> Iterator[Row]:
-    """A row with its sequences and tokens as one field."""
+    """Joins a row's sequences and tokens into one field."""
     yield row | {"load": (row["batch"], row["tokens"])}
 
 
@@ -73,12 +73,12 @@ def loaded(row: Row) -> Iterator[Row]:
 
 
 def spread(row: Row) -> Iterator[Row]:
-    """A row with the number of its GPUs and the axis that they share."""
+    """Adds to a row the number of its GPUs and their mesh axis."""
     yield from (new | {"gpus": (row["ranks"], row["axis"])} for new in loaded(row))
 
 
 def beside_one(rows: list[Row], other: Other) -> str:
-    """The time, and tokens per second beside those of one GPU with as many sequences for each."""
+    """Formats the time, and tokens per second relative to one GPU with as many sequences each."""
     own = best(rows)
     if own is None or own["axis"] == "one":
         return timed()(rows, other)
@@ -93,27 +93,27 @@ def beside_one(rows: list[Row], other: Other) -> str:
 
 
 def shaped(row: Row) -> Iterator[Row]:
-    """A row with its heads as text, and with the times of its forms as fields."""
+    """Adds to a row its heads as text, and the times of its forms as fields."""
     heads = row.get("heads") or [row["num_heads"], row["num_kv_heads"]]
     times = {name: form["ms"] for name, form in row.get("forms", {}).items()}
     yield row | times | {"heads": f"{heads[0]}/{heads[1]} × {row['head_dim']}"}
 
 
 def compiled(row: Row) -> Iterator[Row]:
-    """A row on compiled code, with what it computes in words."""
+    """Adds to a row on compiled code a description of the computation."""
     part = {"prefill": "attention of prompts", "decode": "attention of tokens"}.get(row["op"])
     if part is not None:
         yield from (new | {"part": part} for new in shaped(row))
 
 
 def of_attention(rows: list[Row], _: Other) -> str:
-    """The time of selection, and its share of the layer's selection and attention."""
+    """Formats the time of selection, and its share of the layer's selection and attention."""
     selection, attention = rows[0]["selection_ms"], rows[0]["attention_ms"]
     return f"{1e3 * selection:,.0f} µs, {selection / (selection + attention):.0%}"
 
 
 def of_dense(rows: list[Row], other: Other) -> str:
-    """How many times faster selection and attention are than dense attention."""
+    """Formats the speed-up of selection and attention over dense attention."""
     if rows[0]["selection_ms"] is None:
         return NOTHING
     dense = other(method="dense", density=1.0)[0]["attention_ms"]
@@ -140,14 +140,14 @@ SPARSE = {
 
 
 def on_a_cpu(row: Row) -> Iterator[Row]:
-    """A row with what was timed in words, and its time in milliseconds."""
+    """Adds to a row a description of the timed part, and its time in milliseconds."""
     names = {"attention": "attention of a layer", "prefill": "a prompt", "decode": "a token"}
     if row["part"] in names:
         yield row | {"part": names[row["part"]], "ms": 1e3 * row["wall_s"]["median"]}
 
 
 def on_a_device(row: Row) -> Iterator[Row]:
-    """A row of `sketchwalk bench` that was timed."""
+    """Keeps a timed row of `sketchwalk bench`."""
     if "seconds" in row:
         yield row
 
@@ -329,7 +329,7 @@ SHOWN = ("dense", "recommended", *METHODS, "damped", "one_hop", "oracle", "strea
 
 
 def answers(density: float) -> Table:
-    """What the default policy keeps of dense attention's answers, by phase."""
+    """Makes the table of dense attention's answers that the default policy keeps, by phase."""
     return Table(
         **ANSWERS,
         where=REPORTED | {"method": "recommended", "density": density},
@@ -339,7 +339,7 @@ def answers(density: float) -> Table:
 
 
 def methods(phase: str, *names: str) -> Table:
-    """What methods keep of each task in one phase."""
+    """Makes the table of methods' right answers by task in one phase."""
     return Table(
         **ANSWERS,
         where=REPORTED
@@ -351,20 +351,20 @@ def methods(phase: str, *names: str) -> Table:
 
 
 def moved(row: Row) -> Iterator[Row]:
-    """A row of quantised weights, with its attention in words."""
+    """Adds to a row of quantised weights a description of its attention."""
     dense = row["policy"] == "dense"
     yield row | {"attention": "dense" if dense else f"density {row['density']:g}"}
 
 
 def weighted(row: Row) -> Iterator[Row]:
-    """A row with the type of the weights apart from the name of the model."""
+    """Splits a row's model into its name and the type of its weights."""
     weights = next((one for one in WEIGHTS if row["model"].endswith(f"-{one}")), WEIGHTS[0])
     own = {"model": row["model"].removesuffix(f"-{weights}"), "weights": weights}
     yield from (new | own for new in moved(row))
 
 
 def compared(phase: str, *names: str) -> Table:
-    """The paper's comparison on the bundled model: right answers by length."""
+    """Makes the paper's comparison on the bundled model: right answers by length."""
     lengths = {f"{tokens:,} tokens": {"tokens": tokens} for tokens in (4096, 8192, 16384)}
     return Table(
         **QUALITY,
@@ -376,14 +376,14 @@ def compared(phase: str, *names: str) -> Table:
 
 
 def printed(row: Row) -> Iterator[Row]:
-    """A row for each line of a table of the paper, with averages and the longest length."""
+    """Makes rows for the lines of a table of the paper, with averages and the longest length."""
     for line in row["rows"]:
         values = dict(zip(row["columns"], line["values"], strict=True))
         own = {"method": line["method"], "model": line["model"]}
         yield {"benchmark": row["benchmark"], "phase": row["phase"]} | own | values
 
 
-# What is claimed, the two methods that are compared, the phase and the tasks.
+# Claims: text, the two methods to compare, the phase and the tasks.
 ONE_FACT = ("single_needle", "multi_key", "mid_prompt")
 AT_THE_END = ("single_needle", "multi_key")
 CLAIMS: tuple[tuple[str, str, str, str, tuple[str, ...] | None], ...] = (
@@ -400,7 +400,7 @@ CLAIMS: tuple[tuple[str, str, str, str, tuple[str, ...] | None], ...] = (
 
 
 def claimed(row: Row) -> Iterator[Row]:
-    """A row for each claim that it speaks to, with the side that it is on."""
+    """Makes a row for each claim that the row bears on, with the side it is on."""
     for claim, first, second, phase, tasks in CLAIMS:
         is_asked = row["phase"] == phase and (tasks is None or row["task"] in tasks)
         for side, name in enumerate((first, second)):
@@ -409,7 +409,7 @@ def claimed(row: Row) -> Iterator[Row]:
 
 
 def ablated(preset: str) -> Table:
-    """A preset with one thing changed at a time."""
+    """Makes the table of a preset with one change at a time."""
 
     def named(row: Row) -> Iterator[Row]:
         name = row["variant"] or "nothing"
@@ -563,10 +563,10 @@ RESULTS: dict[str, Table] = {
 
 
 class BreakEven:
-    """From which lengths on the default policy takes no more time than dense attention."""
+    """The lengths from which on the default policy is no slower than dense attention."""
 
     def write(self, results: Path) -> str:
-        """The sentence, from the folder of results."""
+        """Writes the sentence, from the folder of results."""
         import break_even  # imports the package
 
         return break_even.sentence(results)

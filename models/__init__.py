@@ -1,6 +1,6 @@
 """Models: configurations, parameters and checkpoints of Llama, Qwen2 and Qwen3.
 
-Names are imported when they are first used, so that reading a configuration does not start JAX.
+Names are imported on first use, so that reading a configuration does not start JAX.
 """
 
 import importlib

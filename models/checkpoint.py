@@ -1,8 +1,7 @@
-"""Saving and loading of the stacked parameter tree with Orbax.
+"""Saves and loads the stacked parameter tree with Orbax.
 
-A saved directory holds `model_config.json` and `params/`, an Orbax checkpoint, and the model's plan
-where it has one. Loading it needs no transposition or stacking, and reads only what each device
-holds.
+A saved directory holds `model_config.json`, the Orbax checkpoint `params/`, and the model's plan if
+it has one. Loading needs no transposition or stacking, and reads only the shards of each device.
 """
 
 import contextlib
@@ -44,11 +43,11 @@ def save(
 ) -> None:
     """Writes parameters and configuration into a directory that `load` can read.
 
-    The directory is written under another name first and then renamed, so it is never incomplete.
+    The directory is first written under another name and then renamed, so it is never incomplete.
     In a multi-process program, every process must call this function.
 
     Args:
-      directory: Where to write. Parent directories are created.
+      directory: Directory to write. Parent directories are created.
       params: The parameter tree, in float32, float16 or bfloat16, with any sharding. Quantised
         weights are saved as they are.
       model_config: The model's configuration. Its plan is saved as the plan of the new directory.
@@ -80,7 +79,7 @@ def save(
             checkpointer.save(partial / PARAMS_FOLDER, params)
             checkpointer.wait_until_finished()
         if jax.process_index() == 0:
-            # The plan has a file of its own, whose fingerprint says that it fits.
+            # The plan goes to its own file, whose fingerprint ties it to this checkpoint.
             plan, fields = model_config.plan, dataclasses.asdict(model_config)
             del fields["plan"]
             saved = {
@@ -105,16 +104,16 @@ def load_saved(
 
     Args:
       directory: The directory.
-      dtype: Dtype of the parameters; None keeps that in which each was saved.
-      weights: As in `sketchwalk_jax.models.load`; None keeps what was saved.
-      sharding: Where the parameters go, as in `sketchwalk_jax.models.load`.
+      dtype: Dtype of the parameters; None keeps each array's saved dtype.
+      weights: As in `sketchwalk_jax.models.load`; None keeps the saved kind.
+      sharding: Placement of the parameters, as in `sketchwalk_jax.models.load`.
 
     Returns:
       The parameters and the model's configuration.
 
     Raises:
-      ValueError: If the directory is of a newer version, damaged, or incomplete; or if it holds
-        quantised weights and `weights` names others.
+      ValueError: If the directory is damaged, incomplete, or written by a newer version; or if it
+        holds quantised weights of another kind than `weights`.
     """
     saved = read_json(directory / SAVED_CONFIG_FILE)
     if saved.get("format_version") != FORMAT_VERSION:
@@ -141,10 +140,10 @@ def load_saved(
     folder = directory.resolve() / PARAMS_FOLDER
     if stored is not None or weights is None:
         return unflatten_params(_restore(folder, wanted)), model_config
-    param_shapes(model_config, weights=weights)  # refuses what cannot be quantised
+    param_shapes(model_config, weights=weights)  # raises for weights that cannot be quantised
     kernels = [path for path in wanted if path[0] == "layers" and path[-1] == "kernel"]
     found = _restore(folder, wanted, set(wanted) - set(kernels))
-    # A stack of layers at a time: no more of the wide weights is ever held.
+    # One stack of layers at a time, to bound the memory of unquantised weights.
     for path in kernels:
         wide = unflatten_params(_restore(folder, wanted, {path}))
         found |= flatten_params(quantize_params(wide, weights))
@@ -159,16 +158,16 @@ def _restore(
     """Reads arrays of a checkpoint.
 
     Args:
-      folder: Of the checkpoint.
-      wanted: All arrays of it.
-      paths: Of those to read; None reads all.
+      folder: Folder of the checkpoint.
+      wanted: All arrays of the checkpoint.
+      paths: Paths of the arrays to read; None reads all.
 
     Raises:
       ValueError: If the checkpoint is damaged or incomplete.
     """
     import orbax.checkpoint as ocp
 
-    # Orbax compares the whole tree with the files, and leaves out what has a placeholder.
+    # Orbax compares the whole tree with the files, and skips arrays with a placeholder.
     left_out = set() if paths is None else set(wanted) - paths
     tree = unflatten_params(
         {path: ocp.PLACEHOLDER if path in left_out else leaf for path, leaf in wanted.items()}
@@ -179,7 +178,7 @@ def _restore(
             found = checkpointer.restore(
                 folder, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args)
             )
-    # Orbax and tensorstore raise many types for files that are missing or damaged.
+    # Orbax and tensorstore raise many types for missing or damaged files.
     except Exception as error:
         reason = str(error).split("\n", 1)[0][:200]
         raise ValueError(
@@ -193,15 +192,15 @@ def _restore(
 def saved_weights(
     dtypes: Mapping[str, str], directory: Path, weights: str | None = None
 ) -> str | None:
-    """How the layers of a saved directory are quantised, from the dtypes that it tells of arrays.
+    """Tells how the layers of a saved directory are quantised, from the dtypes of its arrays.
 
     Args:
       dtypes: Names of dtypes by the paths of arrays.
-      directory: The directory, for the error.
-      weights: What is asked for; None takes what was saved.
+      directory: The directory, for the error message.
+      weights: The requested kind; None takes the saved one.
 
     Raises:
-      ValueError: If the layers are quantised otherwise than asked for.
+      ValueError: If the layers are quantised in another way than requested.
 
     Example:
       >>> saved_weights({"layers/gate/quantized": "int8"}, Path("saved"))
@@ -220,7 +219,7 @@ def saved_weights(
 
 @contextlib.contextmanager
 def _written_beside(target: Path) -> Iterator[Path]:
-    """Gives a folder beside `target` that takes its place when the block ends well."""
+    """Yields a new folder that replaces `target` if the block ends without an error."""
     partial = target.with_name(f".{target.name}.partial")
     replaced = target.with_name(f".{target.name}.replaced")
     is_first = jax.process_index() == 0
@@ -240,15 +239,15 @@ def _written_beside(target: Path) -> Iterator[Path]:
 
 
 def replace_folder(target: Path, new: Path, replaced: Path) -> None:
-    """Renames `new` to `target`, in whose place it stands at every moment where that is possible.
+    """Renames `new` to `target`, atomically if the system can.
 
-    Linux exchanges two names in one step. Elsewhere the old folder is kept as `replaced` until the
-    new one is in its place: who is killed between the two finds it there.
+    Linux exchanges two names in one step. Elsewhere the old folder is first renamed to `replaced`,
+    where it survives if the process is killed between the two steps.
 
     Args:
-      target: The place.
-      new: A finished folder beside it.
-      replaced: A free name beside it.
+      target: The folder to replace.
+      new: A finished folder in the same parent folder.
+      replaced: An unused name in the same parent folder.
     """
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists() and _exchange(target, new):

@@ -1,4 +1,4 @@
-"""Model configurations: what a checkpoint's `config.json` says, in one hashable value."""
+"""Model configurations: the contents of a checkpoint's `config.json` as one hashable value."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ PARAMS_FOLDER = "params"
 class ModelConfig:
     """Sizes and switches of a Llama, Qwen2 or Qwen3 decoder; hashable, so static under jit.
 
-    One transformer serves the three families: they differ by the switches below and by the names
+    One transformer serves the three families, which differ in the switches below and in the names
     of their weights.
 
     Attributes:
@@ -58,8 +58,8 @@ class ModelConfig:
       bos_token_id: Token that starts a text, if there is one.
       eos_token_ids: Tokens that end a generation; may be several or none.
       dtype: The checkpoint's own: "float32", "float16" or "bfloat16".
-      plan: How the layers share a density in the recommended policy, where it was measured; `load`
-        finds it beside the checkpoint.
+      plan: How the layers share a density in the recommended policy, if measured; `load` reads it
+        from the checkpoint's directory.
 
     Raises:
       ValueError: For a value outside its range, or a plan of another number of layers.
@@ -135,11 +135,11 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Longest sequence the model is meant for, in tokens.
+        """Longest sequence that the model supports, in tokens.
 
-        This is `max_position_embeddings`, except that linear and yarn scaling added by hand
-        stretch it by their factor: the Qwen model cards add `rope_scaling` and leave
-        `max_position_embeddings` as it was.
+        This is `max_position_embeddings`, stretched by the factor of linear or yarn scaling that
+        was added by hand: the Qwen model cards add `rope_scaling` without changing
+        `max_position_embeddings`.
         """
         return self.rope.stretched_context(self.max_position_embeddings)
 
@@ -187,13 +187,13 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Translates the contents of a Hugging Face `config.json`.
 
-        What an absent attribute means is what transformers' own class takes it to mean. See
-        `sketchwalk_jax.models.hf_config` for which attributes are refused and which ignored.
+        Absent attributes take the defaults of transformers' class. See
+        `sketchwalk_jax.models.hf_config` for refused and ignored attributes.
 
         Args:
           raw: The parsed `config.json`, in any spelling since 2023.
-          generation_config: The parsed `generation_config.json`; only its end tokens are
-            used, and they come before those of `raw`.
+          generation_config: The parsed `generation_config.json`; only its end tokens are used, and
+            take precedence over `raw`.
 
         Returns:
           The configuration.
@@ -228,13 +228,13 @@ class ModelConfig:
 
 
 def check_model_config(model_config: Any) -> None:
-    """Raises unless something is a `ModelConfig`.
+    """Raises unless a value is a `ModelConfig`.
 
     Args:
-      model_config: What was given.
+      model_config: The value.
 
     Raises:
-      ValueError: If it is something else, such as the parameters.
+      ValueError: If it has another type, for example if it is the parameter tree.
     """
     if not isinstance(model_config, ModelConfig):
         raise ValueError(
@@ -244,14 +244,14 @@ def check_model_config(model_config: Any) -> None:
 
 
 def check_no_adapter(directory: Path, name: str | None = None) -> None:
-    """Raises if a directory holds an adapter of peft alone, such as LoRA.
+    """Raises if a directory holds only an adapter of peft, such as LoRA.
 
     Args:
       directory: The directory.
-      name: What it is called in the error; by default its path.
+      name: Its name in the error message; by default its path.
 
     Raises:
-      ValueError: If the weights of a whole model are not there, but those of an adapter.
+      ValueError: If it has an adapter's weights, but no whole model's.
     """
     if not (directory / ADAPTER_CONFIG_FILE).exists() or any(
         (directory / one).exists() for one in (SAVED_CONFIG_FILE, SINGLE_FILE, INDEX_FILE)
@@ -266,10 +266,10 @@ def check_no_adapter(directory: Path, name: str | None = None) -> None:
 
 
 def check_checkpoint(path: str | Path) -> Path:
-    """Returns the path of a checkpoint directory or a GGUF file, or says what to do about it."""
+    """Returns the path of a checkpoint directory or GGUF file; raises with advice otherwise."""
     found = Path(path).expanduser()
     if found.is_dir():
-        # Where a model of the hub is being fetched, its weights may not be there yet.
+        # While a model of the hub is being fetched, its weights may still be missing.
         if (found / ADAPTER_CONFIG_FILE).exists() and any(found.glob("adapter_model.*")):
             check_no_adapter(found)
         return found

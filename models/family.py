@@ -1,10 +1,10 @@
-"""What makes a model family: one record, which `llama.py` and `qwen.py` fill in.
+"""Defines a model family as one record, which `llama.py` and `qwen.py` fill in.
 
-One transformer serves all families. They differ by the names of their weights and by what their
-`config.json` means, and that is all a family says. README.md beside this file has an example.
+One transformer serves all families. They differ only in the names of their weights and in the
+meaning of their `config.json`, and a family states both. README.md in this folder has an example.
 
-Attributes of a `config.json` are read with their types: what else stands there is refused by name.
-A file may hold anything. Absent and null mean the default; a number in quotes is no number.
+A `config.json` may hold anything, so attributes are read with their types, and other types are
+refused by name. Absent and null mean the default; a number in quotes is no number.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ RawConfig = Mapping[str, Any]
 """A parsed `config.json`."""
 
 LAYER = "model.layers.{layer}."
-"""What the names of a layer's weights begin with; `{layer}` counts the layers."""
+"""Prefix of the names of a layer's weights; `{layer}` is the layer's index."""
 
 KEYS: dict[tuple[str, ...], str] = {
     ("embed", "embedding"): "model.embed_tokens.weight",
@@ -41,28 +41,28 @@ KEYS: dict[tuple[str, ...], str] = {
     ("final_norm", "scale"): "model.norm.weight",
     ("lm_head", "kernel"): "lm_head.weight",
 }
-"""Hugging Face name of each parameter of Llama, and of most families; `{layer}` counts the layers
-that are stacked here."""
+"""Hugging Face name of each parameter of Llama and most families; `{layer}` is the index of one of
+the layers that are stacked here."""
 
 MAX_LAYERS = 10_000
-"""Layers that a file may declare: every name of a tensor is made before any is looked for."""
+"""Most layers that a file may declare: all tensor names are generated before any is looked up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family of Hugging Face checkpoints.
 
-    What an absent attribute of `config.json` means is what transformers' class of that
-    `model_type` takes it to mean.
+    Absent attributes of `config.json` take the defaults of transformers' class of that
+    `model_type`.
 
     Attributes:
       model_type: The `model_type` of its `config.json`.
       keys: Hugging Face name of each parameter by its path in the tree of `models.params`;
-        parameters that a model does not have may be named.
-      read_fields: The fields of `ModelConfig` that the family reads in its own way, from a
-        parsed `config.json`: heads, head_dim, context, biases, norms, begin token.
-      read_window: The sliding window that the file asks for, in tokens, or None; and the first
-        layer to which it applies, where no `layer_types` say so.
+        names of parameters that a model lacks are allowed.
+      read_fields: Reads from a parsed `config.json` the fields of `ModelConfig` that are specific
+        to the family: heads, head_dim, context, biases, norms, begin token.
+      read_window: Reads the sliding window of the file in tokens, or None; and the first layer to
+        which it applies if there are no `layer_types`.
     """
 
     model_type: str
@@ -82,11 +82,11 @@ _OTHER_FILES = {
         "of a format before GGUF; convert the model with a current llama.cpp"
     ),
 }
-"""What else stands under the names of weights, by how such files begin."""
+"""Other contents of files with weight names, by their first bytes."""
 
 
 def describe_damage(path: Path, remedy: str = "download it again") -> str:
-    """What a file is that cannot be read, and what to do about it, for errors."""
+    """Describes an unreadable file and the remedy, for error messages."""
     with path.open("rb") as file:
         begin = file.read(32)
     others = (what for starts, what in _OTHER_FILES.items() if begin.startswith(starts))
@@ -94,7 +94,7 @@ def describe_damage(path: Path, remedy: str = "download it again") -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads one JSON object, with an error that names the file."""
+    """Reads one JSON object; errors name the file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -113,16 +113,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_integer(
     raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1
 ) -> Any:
-    """An integer of at least `least`, such as a size.
+    """Reads an integer of at least `least`, such as a size.
 
     Args:
       raw: A parsed JSON object.
       name: Name of the attribute.
-      default: What absent and null mean.
+      default: Value if absent or null.
       least: The smallest value.
 
     Raises:
-      ValueError: If the attribute is something else.
+      ValueError: If the attribute has another type or an invalid value.
 
     Example:
       >>> read_integer({"num_hidden_layers": 12}, "num_hidden_layers")
@@ -138,15 +138,15 @@ def read_integer(
 
 
 def read_token(raw: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
-    """A token id; -1 means none, as null does.
+    """Reads a token id; -1 and null mean none.
 
     Args:
       raw: A parsed JSON object.
       name: Name of the attribute.
-      default: What absent means.
+      default: Value if absent.
 
     Raises:
-      ValueError: If the attribute is something else.
+      ValueError: If the attribute has another type or an invalid value.
 
     Example:
       >>> read_token({"bos_token_id": -1}, "bos_token_id", 1)
@@ -158,16 +158,16 @@ def read_token(raw: Mapping[str, Any], name: str, default: int | None = None) ->
 def read_number(
     raw: Mapping[str, Any], name: str, default: float | None = None, *, above: float = -math.inf
 ) -> Any:
-    """A finite number above a limit, as a float.
+    """Reads a finite number above a limit, as a float.
 
     Args:
       raw: A parsed JSON object.
       name: Name of the attribute.
-      default: What absent and null mean.
-      above: What the number must be larger than.
+      default: Value if absent or null.
+      above: Exclusive lower limit of the number.
 
     Raises:
-      ValueError: If the attribute is something else.
+      ValueError: If the attribute has another type or an invalid value.
 
     Example:
       >>> read_number({"rope_theta": 500000}, "rope_theta", above=1.0)
@@ -178,7 +178,7 @@ def read_number(
         return default
     limit = f" larger than {above:g}" if above > -math.inf else ""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Integers of any size are JSON; as floats they may be infinite.
+    # JSON integers of any size are valid, but may be infinite as floats.
     if not is_number or not -1e300 < value < 1e300 or not value > above:
         raise ValueError(
             f"{name} must be a finite number{limit}, got {_short(value)}; correct config.json"
@@ -187,15 +187,15 @@ def read_number(
 
 
 def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false.
+    """Reads a boolean.
 
     Args:
       raw: A parsed JSON object.
       name: Name of the attribute.
-      default: What absent and null mean.
+      default: Value if absent or null.
 
     Raises:
-      ValueError: If the attribute is something else.
+      ValueError: If the attribute has another type or an invalid value.
 
     Example:
       >>> read_flag({"attention_bias": True}, "attention_bias")
@@ -210,14 +210,14 @@ def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def read_object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A JSON object; absent, null and what is empty mean one without attributes.
+    """Reads a JSON object; absent, null and empty values mean one without attributes.
 
     Args:
       raw: A parsed JSON object.
       name: Name of the attribute.
 
     Raises:
-      ValueError: If the attribute is something else.
+      ValueError: If the attribute has another type or an invalid value.
 
     Example:
       >>> read_object({"rope_scaling": None}, "rope_scaling")

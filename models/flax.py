@@ -1,8 +1,8 @@
 """Llama and Qwen as Flax modules: `CausalLM` for nnx and `LinenCausalLM` for Linen.
 
-Both own exactly the tree that `load` returns and `generate` takes, the arrays of the layers
-stacked, and call the same pure functions. There is no object per layer, so splitting, merging and
-`nnx.jit` cost the same for 2 layers as for 80.
+Both own the tree that `load` returns and `generate` takes, with stacked layers, and call the same
+pure functions. There is no object per layer, so splitting, merging and `nnx.jit` cost the same for
+2 layers as for 80.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def _values(variables: Mapping[str, Any]) -> Params:
     }
 
 
-# The methods of both modules, which differ in how they own their parameters.
+# Methods of both modules, which differ only in how they own their parameters.
 
 
 def _logits(  # noqa: D417 (`self`)
@@ -48,7 +48,7 @@ def _logits(  # noqa: D417 (`self`)
     policy: Policy | None = None,
     lengths: Int[Array | np.ndarray, "B"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """Float32 logits of every token; see `sketchwalk_jax.forward`.
+    """Computes float32 logits of every token; see `sketchwalk_jax.forward`.
 
     Args:
      tokens: Token ids, right-padded.
@@ -56,7 +56,7 @@ def _logits(  # noqa: D417 (`self`)
      lengths: Tokens of each sequence; all `T` by default.
 
     Returns:
-     The logits; those of padding mean nothing.
+     The logits; rows of padding are undefined.
 
     Raises:
      ValueError: If `params` has missing, unknown or mis-shaped arrays.
@@ -69,7 +69,7 @@ def _logits(  # noqa: D417 (`self`)
 def _prefill(
     self: "CausalLM | LinenCausalLM", tokens: Any, cache: Cache, *, policy: Policy, **options: Any
 ) -> tuple:
-    """`sketchwalk_jax.prefill` with this model's parameters; same options, same results."""
+    """Calls `sketchwalk_jax.prefill` with this model's parameters; same options and results."""
     return prefill(
         self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
     )
@@ -78,7 +78,7 @@ def _prefill(
 def _decode_step(
     self: "CausalLM | LinenCausalLM", tokens: Any, cache: Cache, *, policy: Policy, **options: Any
 ) -> tuple:
-    """`sketchwalk_jax.decode_step` with this model's parameters."""
+    """Calls `sketchwalk_jax.decode_step` with this model's parameters."""
     return decode_step(
         self._params(), tokens, cache, model_config=self.model_config, policy=policy, **options
     )
@@ -87,14 +87,14 @@ def _decode_step(
 def _generate(
     self: "CausalLM | LinenCausalLM", tokens: Any, *, policy: Policy | None = None, **options: Any
 ) -> Generation:
-    """`sketchwalk_jax.generate` with this model's parameters."""
+    """Calls `sketchwalk_jax.generate` with this model's parameters."""
     return generate(
         self._params(), tokens, model_config=self.model_config, policy=policy, **options
     )
 
 
 def _check_own(params: Mapping[str, Any], model_config: ModelConfig) -> None:
-    """`check_params`, without quantised weights: optimisers would treat them as parameters."""
+    """Runs `check_params` and refuses quantised weights, which optimisers would train."""
     if weights_of(params) is not None:
         raise NotImplementedError(
             f"modules for Flax must have weights that train, got weights in {weights_of(params)}; "
@@ -112,9 +112,9 @@ class CausalLM(nnx.Module):
     Attributes:
      model_config: The model's sizes and switches; static.
      embed: The `nnx.Param` of the embedding.
-     layers: Those of all layers, stacked on a leading axis.
-     final_norm: That of the last norm.
-     lm_head: That of the output head, unless the embedding is tied.
+     layers: The `nnx.Param`s of all layers, stacked on a leading axis.
+     final_norm: The `nnx.Param` of the last norm.
+     lm_head: The `nnx.Param` of the output head, unless the embedding is tied.
 
     Example:
      >>> import jax.numpy as jnp
@@ -133,7 +133,7 @@ class CausalLM(nnx.Module):
 
         Args:
          model_config: The model.
-         rngs: Random streams; one key of `params` is used.
+         rngs: Random streams; one key of the stream `params` is used.
          dtype: Type of the parameters, the checkpoint's own by default.
         """
         self.model_config = model_config
@@ -145,7 +145,7 @@ class CausalLM(nnx.Module):
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any], model_config: ModelConfig) -> "CausalLM":
-        """A model that owns given parameters; the arrays are shared, not copied.
+        """Makes a model that owns given parameters; the arrays are shared, not copied.
 
         Args:
          params: Parameter tree, such as `load` returns.
@@ -177,8 +177,8 @@ class CausalLM(nnx.Module):
 class LinenCausalLM(nn.Module):
     """A Llama, Qwen2 or Qwen3 language model as a Linen module.
 
-    Its variables are `{"params": params}` with the parameter tree of `load`. The methods beside the
-    call are reached through `apply(..., method="generate")`.
+    Its variables are `{"params": params}` with the parameter tree of `load`. Methods other than the
+    call need `apply(..., method="generate")`.
 
     Attributes:
      model_config: The model's sizes and switches.
@@ -201,7 +201,7 @@ class LinenCausalLM(nn.Module):
 
     @nn.compact
     def _params(self) -> Params:
-        if self.is_initializing():  # one draw serves all branches
+        if self.is_initializing():  # draw the whole tree once
             tree = init_params(self.make_rng("params"), self.model_config, self.dtype)
         else:
             tree = dict(self.variables.get("params", {}))

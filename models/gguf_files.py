@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, read and dequantised lazily.
+"""Reads and dequantises the tensors of a GGUF file lazily.
 
-The counterpart of `tensor_files.py` for a file that llama.cpp reads: the header says what there is,
-and a part of a tensor is dequantised when it is asked for.
+This is the counterpart of `tensor_files.py` for files of llama.cpp: the header lists the tensors,
+and each part of a tensor is dequantised on request.
 """
 
 import contextlib
@@ -39,21 +39,21 @@ KEYS: dict[tuple[str, ...], str] = {
 """Name of each parameter in a GGUF file, the same for all families."""
 
 IGNORED = frozenset({ROPE_FREQS})
-"""Tensors that are no parameters: the config has what they say."""
+"""Tensors that are not parameters: the config has their contents."""
 
 _PERMUTED = (".attn_q.weight", ".attn_q.bias", ".attn_k.weight", ".attn_k.bias")
 
 
 class GgufFiles(contextlib.AbstractContextManager):
-    """All tensors of a GGUF file by name, as `TensorFiles` has those of a directory.
+    """All tensors of a GGUF file by name, the counterpart of `TensorFiles`.
 
     Attributes:
       source: The file.
-      described_by: Where the file says what model it is, for errors.
-      headers: What is known about each tensor, by name; types are ggml's, such as "Q4_K".
+      described_by: Name of the metadata that describes the model, for errors.
+      headers: Header of each tensor by name; types are ggml's, such as "Q4_K".
       notes: Empty: one file holds all tensors.
-      readable: Those of the file's types that can be read.
-      readable_types: The same in words, for errors.
+      readable: Types in the file that can be read.
+      readable_types: All readable types in words, for errors.
 
     Example:
       >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
@@ -78,7 +78,7 @@ class GgufFiles(contextlib.AbstractContextManager):
         self._gguf = import_gguf()
         self.source = header.path
         self._tensors, self._head_dim = header.tensors, head_dim
-        # Llama's alone are stored for a rotation of channels that stand side by side.
+        # Only Llama's q and k are stored with the channels of a RoPE pair adjacent.
         self._is_permuted = header.metadata["general.architecture"] == "llama"
         self.headers = {
             name: TensorHeader(file=header.path.name, shape=tensor.shape, dtype=tensor.dtype)
@@ -90,7 +90,7 @@ class GgufFiles(contextlib.AbstractContextManager):
         self._content = np.memmap(header.path, np.uint8, "r")
 
     def _can_read(self, dtype: str) -> bool:
-        """Whether the package dequantises a type: it is asked to, with one block of zeros."""
+        """Tests on one block of zeros whether the package can dequantise a type."""
         type_id = self._gguf.GGMLQuantizationType[dtype]
         _, block_bytes = self._gguf.GGML_QUANT_SIZES[type_id]
         try:
@@ -102,14 +102,14 @@ class GgufFiles(contextlib.AbstractContextManager):
     def read(self, name: str, *bounds: slice) -> np.ndarray:
         """Reads and dequantises a part of a tensor.
 
-        Whole rows are dequantised, because their blocks do not end where a part does.
+        Whole rows are dequantised, because a part need not end at a quantisation block.
 
         Args:
           name: Name of the tensor.
           *bounds: A slice with start and stop for each axis, one or two.
 
         Returns:
-          That part, float32.
+          The part in float32.
         """
         tensor = self._tensors[name]
         content = self._content[tensor.start : tensor.start + tensor.num_bytes]
@@ -121,10 +121,10 @@ class GgufFiles(contextlib.AbstractContextManager):
         return self._gguf.dequantize(np.asarray(rows[first]), type_id)[:, bounds[1]]
 
     def _stored(self, name: str, rows: slice) -> slice | np.ndarray:
-        """Where the file has rows of a tensor.
+        """Returns the file's indices of rows of a tensor.
 
-        Row `i + j H / 2` of a head, the channel that is rotated as part `j` of pair `i`, is stored
-        as row `2 i + j` where pairs stand side by side.
+        Row `i + j H / 2` of a head, the channel that RoPE rotates as part `j` of pair `i`, is
+        stored as row `2 i + j` if the channels of a pair are adjacent.
         """
         if not self._is_permuted or not name.endswith(_PERMUTED):
             return rows
@@ -137,5 +137,5 @@ class GgufFiles(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         del self._content

@@ -1,10 +1,9 @@
-"""The header of a GGUF file, and the model that it describes.
+"""Reads the header of a GGUF file, and translates the model that it describes.
 
-A GGUF file (llama.cpp's format) holds a whole checkpoint: metadata in place of `config.json` and of
-the tokenizer's files, then the tensors. Here the header, as the package `gguf` reads it, becomes
-plain values and is translated into a Hugging Face config, so that `hf_config.translate` alone
-decides what is supported; `gguf_files.py` reads the tensors. No code of the file is run: there is
-none in it.
+A GGUF file (llama.cpp's format) holds a whole checkpoint: metadata in place of `config.json` and
+the tokenizer's files, then the tensors. The package `gguf` reads the header; this module turns it
+into plain values and a Hugging Face config, so that `hf_config.translate` alone decides what is
+supported. `gguf_files.py` reads the tensors. GGUF files contain no code.
 """
 
 import dataclasses
@@ -71,8 +70,8 @@ _HARMLESS: dict[str, Any] = {
     "rope.scaling.yarn_ext_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
 }
-"""Keys that change the computation in ways that `config.json` has no name for, and the value that
-does not; `hf_config.RESULT_CHANGING` has the others."""
+"""Keys that change the computation and have no name in `config.json`, with their neutral value;
+`hf_config.RESULT_CHANGING` has the others."""
 
 _END_FIELDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Fields of the metadata, as `tokenizer.ggml.{field}_token_id`, whose tokens end a generation."""
@@ -85,7 +84,7 @@ _END_NAMES = frozenset(
 """Tokens that end a generation wherever a vocabulary has them."""
 
 _TEXT = 1
-"""The kind of tokens that are pieces of text."""
+"""Kind of the tokens that are ordinary text."""
 
 _FIM_NAMES = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -94,8 +93,8 @@ _FIM_NAMES = {
 }
 """Names of the tokens of the last three fields, where the metadata has none."""
 
-# How Llama 3.1 and later rescale; only the factor differs between them. The tensor of frequencies
-# does not say, so it is compared with what these give.
+# RoPE scaling of Llama 3.1 and later; only the factor differs between models. The tensor of
+# frequencies does not name it, so it is compared with the frequencies that these values give.
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -106,13 +105,13 @@ _LLAMA3: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """What the header says about one tensor.
+    """Description of one tensor in the header.
 
     Attributes:
-      shape: Its shape, rows first; the file has it the other way round.
+      shape: Its shape, rows first; the file stores it reversed.
       dtype: Its type in ggml, such as "Q4_K".
-      start: Where its bytes begin in the file.
-      num_bytes: How many there are.
+      start: Offset of its bytes in the file.
+      num_bytes: Number of its bytes.
     """
 
     shape: tuple[int, ...]
@@ -123,12 +122,12 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """The header of a GGUF file, without a hold on the file.
+    """The header of a GGUF file; the file need not stay open.
 
     Attributes:
       path: The file.
       metadata: Every key and its value: numbers, booleans, strings, and lists of these.
-      tensors: What is known about each tensor, by its name in the file.
+      tensors: Description of each tensor, by its name in the file.
     """
 
     path: Path
@@ -137,7 +136,7 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a file that is, or by its name claims to be, GGUF."""
+    """Whether a path is a GGUF file, by its contents or its name."""
     if not path.is_file():
         return False
     if path.suffix.lower() == ".gguf":
@@ -158,21 +157,21 @@ def import_gguf() -> types.ModuleType:
 
 
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
-    """Reads the header of a GGUF file; no tensor is touched.
+    """Reads the header of a GGUF file, but no tensor.
 
-    Reading takes seconds where the file has a large vocabulary, so the headers of the last two
-    files are kept, for as long as these do not change: a model and its tokenizer share one.
+    Reading a large vocabulary takes seconds, and a model and its tokenizer share one header, so the
+    headers of the last two files are kept until the files change.
 
     Args:
       path: The file.
 
     Returns:
-      Its metadata, and what it says about its tensors.
+      Its metadata and the description of its tensors.
 
     Raises:
       ImportError: If the package `gguf` is missing.
-      ValueError: If it is not GGUF of version 2 or 3, is big-endian, is truncated or corrupt, or
-        is one part of several.
+      ValueError: If it is not GGUF of version 2 or 3, is big-endian, is truncated or corrupt, or is
+        one of several parts.
 
     Example:
       >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
@@ -189,7 +188,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
         )
     if len(begin) < 8:
         raise _damaged(path, f"only {len(begin)} bytes")
-    # The package reads big-endian headers, but dequantises little-endian blocks alone.
+    # The package reads big-endian headers, but dequantises only little-endian blocks.
     version = int.from_bytes(begin[4:], "little")
     if version & 0xFFFF == 0:
         raise ValueError(f"{path} must be little-endian, got a big-endian GGUF file")
@@ -212,13 +211,13 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
 
 @functools.lru_cache(maxsize=2)
 def _read_with_gguf(path: Path, state: tuple[int, ...]) -> GgufHeader:
-    """The header of a file in that state, which a file that was written again is not in."""
+    """Reads a header; `state` is a cache key that changes when the file is rewritten."""
     del state
     gguf = import_gguf()
     base: Any = gguf.GGUFReader
 
     class Reader(base):
-        """The package's reader, which cuts everything out of its attribute `data`."""
+        """The package's reader, which slices everything from its attribute `data`."""
 
         @property
         def data(self) -> np.ndarray:
@@ -229,7 +228,7 @@ def _read_with_gguf(path: Path, state: tuple[int, ...]) -> GgufHeader:
             self._bytes = content.view(_Bytes)
 
     try:
-        with np.errstate(over="raise"):  # an offset that wraps round would be inside the file
+        with np.errstate(over="raise"):  # an offset that wraps round would pass as valid
             reader = Reader(path)
         return GgufHeader(
             path=path,
@@ -258,10 +257,10 @@ def _read_with_gguf(path: Path, state: tuple[int, ...]) -> GgufHeader:
 
 
 class _Bytes(np.ndarray):
-    """The bytes of a file, of which a slice that goes past the end is an error.
+    """The bytes of a file; slices past the end raise an error.
 
-    The reader would take the shorter slice of a `np.memmap`, and never end where the length of an
-    array is wrong. Slices are plain arrays, too: those of a `np.memmap` take three times as long.
+    The reader would accept a short slice of a `np.memmap`, and loop for ever if an array's length
+    is wrong. Slices are plain arrays, because slicing a `np.memmap` takes three times as long.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -271,12 +270,12 @@ class _Bytes(np.ndarray):
 
 
 def _as_written(value: Any, is_float32: bool) -> Any:
-    """1e-5 is stored as the float32 nearest to it; back to the number that was meant."""
+    """Restores a number such as 1e-5 that was stored as the nearest float32."""
     return float(str(np.float32(value))) if is_float32 else value
 
 
 def _damaged(path: Path, found: str, more: str = "") -> ValueError:
-    """The error for a file that is not what its header says."""
+    """Makes the error for a file that contradicts its header."""
     return ValueError(
         f"{path} must be a complete GGUF file, got {found}; it is truncated or corrupt, download "
         f"it again{more}"
@@ -286,23 +285,23 @@ def _damaged(path: Path, found: str, more: str = "") -> ValueError:
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """Translates a header into the `config.json` of the model.
 
-    The head is tied where the file has no `output.weight`, and biases are there where their
-    tensors are. End tokens are those of llama.cpp, see `end_token_ids`.
+    The head is tied if the file has no `output.weight`, and biases exist if their tensors do. End
+    tokens are chosen as in llama.cpp, see `end_token_ids`.
 
-    The dtype is what the weights are stored in. Where they are quantised it is bfloat16, which
-    is what such models were published in before, what GPUs compute in, and half of float32:
-    rounding to it moves a weight by at most 1/512 of itself, less than quantisation did. Quantised
-    values are exact in float32.
+    The dtype is that of the stored weights, or bfloat16 if they are quantised: such models were
+    published in it, GPUs compute in it, and it takes half the memory of float32. Rounding to it
+    changes a weight by at most 1/512 of its value, less than quantisation did. Quantised values are
+    exact in float32.
 
     Args:
       header: The header of a GGUF file.
 
     Returns:
-      What `hf_config.translate` takes.
+      The argument of `hf_config.translate`.
 
     Raises:
       ValueError: If the architecture is not supported or keys are missing.
-      NotImplementedError: If the file asks for what is not implemented; all of it is listed.
+      NotImplementedError: If the file needs unimplemented features; all of them are listed.
 
     Example:
       >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
@@ -333,7 +332,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _same_in_all_layers(key: str, value: Any) -> Any:
-    """One number where the file has the same for each layer."""
+    """Replaces a list of equal numbers, one per layer, by the number."""
     if key.endswith((".head_count", ".head_count_kv", ".feed_forward_length")):
         if isinstance(value, list):
             if len(set(value)) != 1:
@@ -343,10 +342,10 @@ def _same_in_all_layers(key: str, value: Any) -> Any:
 
 
 def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of the model; what has no place in one is refused."""
+    """Makes the `config.json` of the model; keys without a place in it are refused."""
     metadata, tensors = header.metadata, header.tensors
     read = {name: keys[key] for key, name in _CONFIG_KEYS.items() if key in keys}
-    # No heads at all is for `ModelConfig` to refuse.
+    # `ModelConfig` refuses 0 heads.
     usual_dim = read["hidden_size"] // max(1, read["num_attention_heads"])
     head_dim = read.setdefault("head_dim", usual_dim)
     read.setdefault("num_key_value_heads", read["num_attention_heads"])
@@ -374,29 +373,29 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
         "eos_token_id": end_token_ids(metadata) or None,
         "dtype": _dtype(header),
         "rope_scaling": _rope_scaling(header, keys, read),
-        # A window that the file names is one that all layers have.
+        # A window in the file applies to all layers.
         "use_sliding_window": True,
         "max_window_layers": 0,
         "sliding_window": read.get("sliding_window"),
     }
-    # The rest goes by the file's names, so that `translate` can refuse it by them.
+    # Other keys keep the file's names, so that `translate` names them when it refuses them.
     known = {*_CONFIG_KEYS, *_ROPE_KEYS, *harmless, "rope.scaling.type", "vocab_size"}
     return {key.replace(".", "_"): value for key, value in keys.items() if key not in known} | read
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a generation, as llama.cpp chooses them.
+    """Lists the tokens that end a generation, as llama.cpp chooses them.
 
     The metadata of most files names one of them, but models end texts, turns and the files of a
-    repository with different tokens. So tokens of well-known names count too, of whatever kind; but
-    `</s>` is also a tag of HTML, which vocabularies of Qwen have as a piece of text.
+    repository with different tokens. So tokens with well-known names count too, whatever their
+    kind, except `</s>` if its kind is text: vocabularies of Qwen have this HTML tag as text.
 
     Args:
-      metadata: That of a header.
+      metadata: Metadata of a header.
 
     Returns:
-      Ids: those of the metadata first, the others in ascending order; fields that name a token
-      outside the vocabulary are passed over.
+      Ids: first the metadata's, then the others in ascending order; tokens outside the vocabulary
+        are skipped.
 
     Example:
       >>> tokens = ["a", "<|endoftext|>", "<|im_end|>"]
@@ -419,7 +418,7 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
             named += [ids[name] for name in _FIM_NAMES.get(field, ()) if name in ids][:1]
         else:
             given.append(found)
-    # In vocabularies with tokens that end a call of a tool, these two end no turn.
+    # In vocabularies with an end-of-tool-call token, these two do not end a turn.
     left_out = []
     if ids.keys() & {"<|call|>", "<|calls|>"} and ids.keys() & {"<|return|>", "<|flush|>"}:
         left_out.append(ids.get("<|end|>"))
@@ -431,7 +430,7 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 def _rope_scaling(
     header: GgufHeader, keys: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The `rope_scaling` of the `config.json`."""
+    """Makes the `rope_scaling` of the `config.json`."""
     rope_type = keys.get("rope.scaling.type", "none")
     if ROPE_FREQS in header.tensors:
         if rope_type != "none":
@@ -447,9 +446,9 @@ def _rope_scaling(
 
 
 def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `rope_scaling` whose frequencies the file's tensor gives.
+    """Finds the `rope_scaling` that gives the frequencies in the file's tensor.
 
-    The tensor has what each frequency is divided by; the largest of these numbers is the factor.
+    The tensor holds the divisor of each frequency; the largest divisor is the factor.
     """
     tensor = header.tensors[ROPE_FREQS]
     theta, head_dim = config.get("rope_theta", 10000.0), config["head_dim"]
@@ -464,7 +463,7 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     plain, _ = rope_frequencies(RopeConfig(theta=theta), head_dim)
     scaling = _LLAMA3 | {"factor": float(divisors.max())}
     given, _ = rope_frequencies(RopeConfig(theta=theta, **scaling), head_dim)
-    # llama.cpp and transformers round in another order.
+    # llama.cpp and transformers round in different orders.
     if not np.allclose(plain / divisors, given, rtol=1e-5, atol=0):
         raise NotImplementedError(
             f"{ROPE_FREQS} of {header.path} must be the rescaling of Llama 3.1 ({_LLAMA3}), got "

@@ -1,16 +1,16 @@
-"""Translation of a Hugging Face `config.json` into the fields of `ModelConfig`.
+"""Translates a Hugging Face `config.json` into the fields of `ModelConfig`.
 
-The raw JSON is read, never `AutoConfig`: transformers 5 renames attributes while it loads, and
-files of every year are around. The yardstick is what the transformers class of that `model_type`
-computes from the same file:
+The raw JSON is read instead of `AutoConfig`, because transformers 5 renames attributes on loading
+and files of all years must load. The reference is the computation of transformers' class of that
+`model_type` from the same file:
 
-* Attributes that class reads are translated. Absent ones take that class's default.
-* Attributes that change the computation in a way that is not implemented raise
-  NotImplementedError, all of them in one message. This includes attributes that only related
-  architectures know (multipliers, soft caps, experts, ...): a file that sets them was not meant
-  for the plain model, whoever would ignore them. The list is `RESULT_CHANGING`.
-* Everything else changes nothing and is ignored: dropout, initialisation, training and export
-  leftovers, keys invented later.
+* Attributes that the class reads are translated. Absent ones take its defaults.
+* Attributes that change the computation in an unimplemented way raise one NotImplementedError that
+  lists them. This includes attributes of related architectures (multipliers, soft caps, experts,
+  ...), even if transformers ignores them: a file that sets them was not meant for the plain model.
+  `RESULT_CHANGING` lists them.
+* All other attributes do not change results and are ignored: dropout, initialisation, training and
+  export leftovers, keys invented later.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from sketchwalk_jax.models.rope import ROPE_TYPES, RopeConfig
 from sketchwalk_jax.validation import DTYPES, check_choice
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
-"""Every family that loads; a new one is a record and its name here."""
+"""All supported families; to add one, write its record and list it here."""
 
 RESULT_CHANGING: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (),
@@ -63,9 +63,9 @@ RESULT_CHANGING: dict[str, tuple[Any, ...]] = {
     "scale_emb": (False, 1),
     "softcap": (0,),
 }
-"""Parts of attribute names that announce another computation, and the values that do not.
+"""Parts of the names of attributes that change the computation, with their neutral values.
 
-The first part that occurs in a name decides. None and empty containers are harmless everywhere.
+The first part that occurs in a name decides. None and empty containers are always neutral.
 """
 
 REQUIRED = {
@@ -91,7 +91,7 @@ def translate(
 
     Raises:
       ValueError: If the model type is not supported or attributes are missing.
-      NotImplementedError: If attributes ask for what is not implemented.
+      NotImplementedError: If attributes need unimplemented features.
 
     Example:
       >>> raw = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8,
@@ -134,9 +134,9 @@ def translate(
 def eos_token_ids(
     raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
-    """Returns the end tokens: an int or a list, those of the generation config first.
+    """Returns the end tokens, the generation config's first; files give an int or a list.
 
-    -1 is no token.
+    The value -1 means no token.
 
     Example:
       >>> eos_token_ids({"eos_token_id": 2}, {"eos_token_id": [7, 8]})
@@ -156,7 +156,7 @@ def eos_token_ids(
 
 
 def checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
-    """Returns the dtype that `config.json` declares, None where it declares none.
+    """Returns the dtype that `config.json` declares, or None.
 
     Raises:
       NotImplementedError: If it is not float32, float16 or bfloat16.
@@ -175,15 +175,15 @@ def checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
 
 
 def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
-    """Reads the rotary embedding in every spelling.
+    """Reads the rotary embedding in all spellings of `config.json`.
 
-    Files up to 2025 have `rope_theta` and perhaps `rope_scaling` with `type` or
-    `rope_type`; transformers 5 writes all of it into `rope_parameters`. Where both are given,
-    `rope_scaling` comes first, and a `rope_theta` inside before one outside.
+    Files up to 2025 have `rope_theta` and perhaps `rope_scaling` with `type` or `rope_type`;
+    transformers 5 writes all of it into `rope_parameters`. If both are given, `rope_scaling` takes
+    precedence, and an inner `rope_theta` over an outer one.
 
     Args:
       raw: The parsed `config.json`.
-      max_position_embeddings: Stands in for a missing original context, in tokens.
+      max_position_embeddings: Replaces a missing original context, in tokens.
 
     Returns:
       The rotary embedding.
@@ -235,7 +235,7 @@ def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
             fields["factor"] = max_position_embeddings / original
         fields |= {
             "attention_factor": read_number(parameters, "attention_factor"),
-            # 0 stands for the default here, as it does in transformers.
+            # 0 means the default, as in transformers.
             "beta_fast": read_number(parameters, "beta_fast") or 32.0,
             "beta_slow": read_number(parameters, "beta_slow") or 1.0,
             "mscale": read_number(parameters, "mscale"),
@@ -274,7 +274,7 @@ def _unsupported_attributes(raw: Mapping[str, Any]) -> list[str]:
 def _sliding_layers(
     raw: Mapping[str, Any], family: Family, num_layers: int, *, context: int
 ) -> list[str]:
-    """Lists layers whose attention is not over the whole context, in transformers' terms."""
+    """Lists layers that do not attend to the whole context, by transformers' attributes."""
     window, first = family.read_window(raw)
     layer_types = raw.get("layer_types")
     is_list = isinstance(layer_types, list | tuple)

@@ -1,9 +1,9 @@
-"""Where checkpoints come from: the one of this package, and those of the Hugging Face hub by name.
+"""Finds checkpoints: the bundled one, local ones, and models of the Hugging Face hub by name.
 
-A name is `ORG/NAME`, fetched through huggingface_hub. Only configuration, tokenizer and safetensors
-files are fetched, never code or pickles. They are kept in the hub's own cache, where later calls
-find them, without a network too. After an interruption, only files that are missing are fetched;
-inside a file, a connection that breaks is taken up where it broke.
+huggingface_hub fetches a name `ORG/NAME`: only configuration, tokenizer and safetensors files,
+never code or pickles. The files stay in the hub's cache, where later calls find them without a
+network. After an interruption, only missing files are fetched; a download that breaks inside a file
+resumes where it broke.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ SMALL_FILES = (
     INDEX_FILE,
     PLAN_FILE,
 )
-"""Configuration and tokenizer: these come first, so that a model that cannot run costs little."""
+"""Configuration and tokenizer files, fetched first so that an unsupported model costs little."""
 
 BUNDLED = "sketchwalk_8m"
 """The folder of the small trained checkpoint that ships with the package."""
@@ -52,7 +52,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def bundled_model() -> Path:
-    """The folder of the checkpoint that ships with the package, in Hugging Face's layout.
+    """Returns the folder of the bundled checkpoint, in Hugging Face's layout.
 
     A small Llama, trained to look up facts in long English text; the folder's `README.md` is its
     model card. It is for demonstrations, tests and comparisons of selections, not for its
@@ -79,7 +79,7 @@ def bundled_model() -> Path:
 
 
 def is_hub_name(source: str | os.PathLike[str]) -> bool:
-    """Whether something that is no file here can be the name of a model on the hub.
+    """Whether a string that is no local file can be the name of a model on the hub.
 
     Example:
       >>> [is_hub_name(x) for x in ("Qwen/Qwen3-0.6B", "./Qwen3", "a/b.gguf", "Qwen3")]
@@ -92,15 +92,15 @@ def is_hub_name(source: str | os.PathLike[str]) -> bool:
 def find_checkpoint(
     source: str | os.PathLike[str], *, progress: bool = True, weights: bool = True
 ) -> Path:
-    """The checkpoint that a path or a name means, downloaded where that is needed.
+    """Resolves a path or a name to a checkpoint, and downloads it if necessary.
 
-    A directory or file of that name wins. The name `ORG/NAME` is looked for where `HF_ENDPOINT`
-    says, with the token of `hf auth login` or `HF_TOKEN`, and kept where `HF_HOME` says.
+    A local directory or file of that name takes precedence. The name `ORG/NAME` is fetched from
+    `HF_ENDPOINT` with the token of `hf auth login` or `HF_TOKEN`, and stored in `HF_HOME`.
 
     Args:
       source: A checkpoint directory, a GGUF file, or `ORG/NAME`.
       progress: Whether to show the download on standard error.
-      weights: Whether the weights are needed, and not configuration and tokenizer alone.
+      weights: Whether to fetch the weights too, in addition to configuration and tokenizer.
 
     Returns:
       The directory or GGUF file.
@@ -108,9 +108,9 @@ def find_checkpoint(
     Raises:
       FileNotFoundError: If there is no such directory, file or repository.
       PermissionError: If the repository is gated, and the user has no access.
-      ConnectionError: If the hub cannot be reached, and the cache does not hold all of it.
-      ValueError: If what is there is no checkpoint of safetensors.
-      NotImplementedError: If the model is not supported; its weights are not downloaded then.
+      ConnectionError: If the hub cannot be reached, and the cache lacks files.
+      ValueError: If the repository has no safetensors checkpoint.
+      NotImplementedError: If the model is not supported; its weights are not downloaded.
 
     Example:
       >>> find_checkpoint("Qwen/Qwen3-0.6B").name  # doctest: +SKIP
@@ -119,7 +119,7 @@ def find_checkpoint(
     if Path(source).expanduser().exists() or not is_hub_name(source):
         return check_checkpoint(os.fspath(source))
     name = os.fspath(source)
-    # A log gets a line now and then; on a terminal the hub's own bars are better.
+    # A log gets progress lines; on a terminal the hub's own bars are better.
     is_log = progress and not is_shown()
     waiting = elapsed(f"downloading {name}") if is_log else contextlib.nullcontext()
     with _errors_explained(name), _bars(is_wanted=progress and not is_log), waiting:
@@ -134,7 +134,7 @@ def find_checkpoint(
         if not weights:
             return folder
         ModelConfig.from_pretrained(folder)
-        # The same commit, whatever is pushed meanwhile.
+        # Stay on the same commit, whatever is pushed meanwhile.
         files = _weight_names(folder)
         folder = _fetch(name, files, revision=folder.name)
     if not all((folder / file).is_file() for file in files):
@@ -148,7 +148,7 @@ def find_checkpoint(
 
 
 def checkpoint_name(checkpoint: Path) -> str:
-    """What a checkpoint is called: its folder or file, or its name on the hub.
+    """Names a checkpoint: by its folder or file, or by its name on the hub.
 
     Example:
       >>> checkpoint_name(Path("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de"))
@@ -161,19 +161,19 @@ def checkpoint_name(checkpoint: Path) -> str:
 
 
 def _weight_names(folder: Path) -> tuple[str, ...]:
-    """The safetensors files to fetch: those of the index, or the single one."""
+    """Lists the safetensors files to fetch: the files of the index, or the single one."""
     if not (folder / INDEX_FILE).is_file():
         return (SINGLE_FILE,)
     found = read_json(folder / INDEX_FILE).get("weight_map")
     names = map(str, found.values()) if isinstance(found, dict) else ()
-    # Whoever wrote the index may have written patterns into it, or folders.
+    # Filter names: an untrusted index may contain patterns or folders.
     return tuple(sorted({one for one in names if _WEIGHTS.fullmatch(one)})) or (SINGLE_FILE,)
 
 
 def _fetch(name: str, files: tuple[str, ...], *, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
-    # The hub's patterns match folders as well: what lies in one is never wanted.
+    # The hub's patterns match inside folders too, whose files are never needed.
     found = snapshot_download(
         name, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"]
     )
@@ -182,7 +182,7 @@ def _fetch(name: str, files: tuple[str, ...], *, revision: str | None = None) ->
 
 @contextlib.contextmanager
 def _bars(*, is_wanted: bool) -> Iterator[None]:
-    """Keeps the hub's progress bars from showing where none is wanted."""
+    """Hides the hub's progress bars unless they are wanted."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -201,7 +201,7 @@ def _bars(*, is_wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_explained(name: str) -> Iterator[None]:
-    """Turns the hub's errors into Python's own, with what to do."""
+    """Turns the hub's errors into built-in ones with advice."""
     from huggingface_hub import constants, errors
 
     try:
@@ -245,6 +245,6 @@ def _unreachable(name: str, error: Exception) -> ConnectionError:
 
 
 def _is_of_network(error: Exception) -> bool:
-    """Whether an error is of the HTTP client, whose package depends on the hub's version."""
+    """Whether an error comes from the HTTP client, whose package depends on the hub's version."""
     modules = {base.__module__.partition(".")[0] for base in type(error).__mro__}
     return bool(modules & {"httpx", "httpx2", "httpcore", "httpcore2"})

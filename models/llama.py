@@ -1,4 +1,4 @@
-"""Llama: what its `config.json` means. Its names of weights are those that most families have."""
+"""Llama: reads its `config.json`. Its weights have the names that most families use."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def read_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def read_window(raw: RawConfig) -> tuple[int | None, int]:
-    """Returns the sliding window, which Llama has only where one is given, for all layers."""
+    """Returns the sliding window of all layers, which Llama has only if the file gives one."""
     window = read_integer(raw, "sliding_window", least=0)
     return window if read_flag(raw, "use_sliding_window", True) else None, 0
 

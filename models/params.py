@@ -1,4 +1,4 @@
-"""The parameter tree: shapes, random parameters, and where they go.
+"""Defines the parameter tree: shapes, random parameters, and shardings.
 
 Parameters are a plain nested dict. The arrays of the layers are stacked on a leading L axis, so
 that `jax.lax.scan` runs over them. Axes: V vocabulary, D model, L layers, N query heads, K key
@@ -16,8 +16,8 @@ and value heads, H head_dim, F mlp::
     final_norm/scale                [D]
     lm_head/kernel                  [D, V]                           unless tie_word_embeddings
 
-With weights of eight bits, two arrays stand in place of each `kernel` in the layers. Outputs come
-first, as matrix units of eight bits want them; `W = quantized · scales`::
+With 8-bit weights, two arrays replace each `kernel` in the layers. Outputs come first, the layout
+of 8-bit matrix units; `W = quantized · scales`::
 
     layers/<name>/quantized         [L, outputs..., inputs...]       float8_e4m3fn or int8
     layers/<name>/scales            [L, outputs...]                  float32
@@ -46,12 +46,12 @@ ParamsSharding = (
     | Callable[[tuple[str, ...], jax.ShapeDtypeStruct], Sharding]
     | None
 )
-"""What `load` accepts as `sharding`."""
+"""Argument `sharding` of `load`."""
 
 QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8"}
-"""What `load` accepts as `weights`, and the dtype of `quantized`."""
+"""Values of the argument `weights` of `load`, and the dtype of `quantized` for each."""
 QUANTIZED = ("quantized", "scales")
-"""The arrays that stand in place of a `kernel`."""
+"""The arrays that replace a `kernel`."""
 
 
 def check_weights(weights: str) -> None:
@@ -61,9 +61,9 @@ def check_weights(weights: str) -> None:
 
 
 def weights_of_dtypes(dtypes: Iterable[str]) -> str | None:
-    """How layers are quantised whose arrays `quantized` have these dtypes; None without any.
+    """Tells how layers are quantised from the dtypes of their arrays `quantized`; None without any.
 
-    Of other dtypes `check_params` says so.
+    `check_params` refuses other dtypes.
 
     Example:
       >>> weights_of_dtypes(["int8", "int8"]), weights_of_dtypes([])
@@ -76,7 +76,7 @@ def weights_of_dtypes(dtypes: Iterable[str]) -> str | None:
 
 
 def weights_of(params: Any) -> str | None:
-    """How the layers of a parameter tree are quantised; None if they are not.
+    """Tells how the layers of a parameter tree are quantised; None if they are not.
 
     Example:
       >>> weights_of({"layers": {"gate": {"kernel": jnp.ones((2, 4, 8))}}}) is None
@@ -160,7 +160,7 @@ def param_shapes(
 def quantized_shapes(
     weights: str, num_layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The arrays `QUANTIZED` of one stack of kernels.
+    """Returns the shapes of the arrays `QUANTIZED` of one stack of kernels.
 
     Args:
       weights: A key of `QUANTIZED_DTYPES`.
@@ -193,9 +193,9 @@ def init_params(
       key: Random key.
       model_config: Sizes and switches of the model.
       dtype: Dtype of the parameters; None takes the checkpoint's own.
-      sharding: Where the parameters go, as in `load`. Each device then draws its own part, a layer
-        at a time, and holds no more: how a model is made that fits onto no single one. These are
-        other draws than without, and the same ones for every sharding.
+      sharding: Placement of the parameters, as in `load`. Each device then draws only its own
+        shards, a layer at a time, so the model need not fit onto one device. The values differ from
+        those without a sharding, but are the same for every sharding.
 
     Returns:
       The parameter tree.
@@ -223,7 +223,7 @@ def init_params(
 
 
 def _draw(path: tuple[str, ...], shape: jax.ShapeDtypeStruct, key: PRNGKeyArray) -> jax.Array:
-    """One random parameter."""
+    """Draws one random parameter."""
     if path[-1] == "scale":
         return jnp.ones(shape.shape, shape.dtype)
     if path[-1] == "bias":
@@ -236,7 +236,7 @@ def _draw(path: tuple[str, ...], shape: jax.ShapeDtypeStruct, key: PRNGKeyArray)
 def _draw_by_layer(
     path: tuple[str, ...], shape: jax.ShapeDtypeStruct, key: PRNGKeyArray
 ) -> jax.Array:
-    """One random parameter; drawing takes several times the memory of what is drawn at once."""
+    """Draws one random parameter by layer: a draw takes several times the memory of its result."""
     if path[0] != "layers":
         return _draw(path, shape, key)
     one = jax.ShapeDtypeStruct((1, *shape.shape[1:]), shape.dtype)
@@ -350,7 +350,7 @@ def check_params(params: Mapping[str, Any], model_config: ModelConfig) -> None:
 
 
 def check_runs(params: Mapping[str, Any], model_config: ModelConfig) -> None:
-    """`check_params`, and that the layers compute in one dtype, that of the embedding.
+    """Runs `check_params`, and checks that the layers compute in the embedding's dtype.
 
     Args:
       params: A nested dict of arrays.
@@ -364,7 +364,7 @@ def check_runs(params: Mapping[str, Any], model_config: ModelConfig) -> None:
     leaves, structure = jax.tree.flatten(params)
     try:
         kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    except AttributeError:  # no arrays
+    except AttributeError:  # leaves that are not arrays
         check_params(params, model_config)
         raise
     _check_kinds(structure, kinds, model_config)
@@ -374,7 +374,7 @@ def check_runs(params: Mapping[str, Any], model_config: ModelConfig) -> None:
 def _check_kinds(
     structure: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...], model_config: ModelConfig
 ) -> None:
-    """`check_runs` of arrays of these shapes and dtypes; a decode step takes no time for it."""
+    """Runs `check_runs` on shapes and dtypes, cached so that decode steps take no time for it."""
     params = structure.unflatten([jax.ShapeDtypeStruct(*kind) for kind in kinds])
     check_params(params, model_config)
     dtype = params["embed"]["embedding"].dtype
@@ -395,12 +395,12 @@ def _check_kinds(
 def _expected(
     model_config: ModelConfig, weights: str | None
 ) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
-    """The shape of every parameter by its path."""
+    """Returns the shape of every parameter by its path."""
     return flatten_params(param_shapes(model_config, weights=weights))
 
 
 def _differences(params: Any, model_config: ModelConfig) -> list[str]:
-    """What is wrong with a parameter tree, a line for each array."""
+    """Lists the mistakes in a parameter tree, one line for each array."""
     if not isinstance(params, Mapping):
         return [f"a nested dict of arrays is needed, got {type(params).__name__}"]
     expected = _expected(model_config, weights_of(params))

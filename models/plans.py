@@ -1,7 +1,7 @@
-"""Which plan a checkpoint has: a fingerprint of the checkpoint, and the file that names it.
+"""Finds the plan of a checkpoint, in a file that names the checkpoint's fingerprint.
 
-A plan says what each layer of one model loses (`sketchwalk_jax.plan`). For other weights it would
-be wrong without a sign of it, so it is taken only where its fingerprint is that of the checkpoint.
+A plan states what each layer of one model loses (`sketchwalk_jax.plan`). For other weights it would
+be silently wrong, so a plan is used only if its fingerprint equals the checkpoint's.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.plan import Plan, plan_path
 
-# Of each file of weights so many pieces are read, or all of it where that is less.
+# Number and size of the pieces read from each weight file; a smaller file is read whole.
 _PIECES, _PIECE_BYTES = 64, 4096
-# What changes no layer: the plan itself, and tokens that people set to their taste.
+# Fields that change no layer: the plan, and tokens that users often edit.
 _LEFT_OUT = ("plan", "bos_token_id", "eos_token_ids")
 
 
 def fingerprint(checkpoint: str | Path) -> str:
-    """A name for a checkpoint by its contents, without reading all of it.
+    """Computes a fingerprint of a checkpoint's contents without reading all of it.
 
         SHA-256(configuration, name, shape and type of every tensor, pieces of every weight file)
 
-    Of a file of more than 256 KiB these are 64 pieces of 4 KiB, evenly spread, the first and the
-    last bytes among them; a training step or another quantisation changes any of them. Names of
+    In a file of more than 256 KiB these are 64 evenly spread pieces of 4 KiB, the first and the
+    last bytes included; a training step or another quantisation changes each of them. Names of
     files and folders, the tokenizer, end tokens and a plan do not count.
 
     Args:
@@ -47,7 +47,7 @@ def fingerprint(checkpoint: str | Path) -> str:
       FileNotFoundError: If the directory, its config or files of its index are missing.
       ImportError: If the file is GGUF and the package `gguf` is missing.
       ValueError: If a file is damaged or the model is not supported.
-      NotImplementedError: If the config asks for what is not implemented.
+      NotImplementedError: If the config needs unimplemented features.
 
     Example:
       >>> fingerprint("Llama-3.2-1B")[:12]  # doctest: +SKIP
@@ -67,17 +67,17 @@ def fingerprint(checkpoint: str | Path) -> str:
 
 
 def find_plan(checkpoint: str | Path) -> Plan | None:
-    """The plan that stands beside a checkpoint, if there is one.
+    """Reads the plan in a checkpoint's directory, if there is one.
 
     Args:
       checkpoint: As in `fingerprint`.
 
     Returns:
-      The plan; None where there is no file.
+      The plan; None without a file.
 
     Raises:
       ValueError: If the file is damaged, or the plan is of another checkpoint.
-      FileNotFoundError: As `fingerprint`; so the other errors.
+      FileNotFoundError: As `fingerprint`, which also raises the other errors.
 
     Example:
       >>> find_plan("Llama-3.2-1B").allocate(0.1)  # doctest: +SKIP
@@ -108,7 +108,7 @@ def find_plan(checkpoint: str | Path) -> Plan | None:
 
 
 def _fields_set(config: Any) -> dict[str, Any]:
-    """Fields that are not at their defaults, so that a field that is new changes no fingerprint."""
+    """Returns fields that differ from their defaults, so that new fields change no fingerprint."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {
         field.name: _fields_set(values[field.name])
@@ -122,7 +122,7 @@ def _fields_set(config: Any) -> dict[str, Any]:
 def stored_tensors(checkpoint: Path) -> tuple[list[Any], list[Path]]:
     """Lists of name, shape and type of every tensor, and the files that hold them, both sorted.
 
-    A directory of `save` does not tell the shapes: there the lists have name and type.
+    A directory of `save` does not tell the shapes, so its lists have name and type only.
     """
     if checkpoint.is_file():
         tensors = read_header(checkpoint).tensors
@@ -138,7 +138,7 @@ def stored_tensors(checkpoint: Path) -> tuple[list[Any], list[Path]]:
 
 
 def _sample(path: Path) -> Iterator[bytes]:
-    """Pieces of a file at fixed places, its ends among them; a small file whole."""
+    """Reads pieces of a file at fixed places, both ends included; a small file whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= _PIECES * _PIECE_BYTES:

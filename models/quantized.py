@@ -1,4 +1,4 @@
-"""Weights of eight bits: how they are made, and how rows are multiplied by them.
+"""Quantises weights to eight bits, and multiplies by them.
 
 Each output channel has one scale. With weights `w` and inputs `x`::
 
@@ -6,15 +6,15 @@ Each output channel has one scale. With weights `w` and inputs `x`::
     q[f, d]  = round(w[f, d] · (1 / scale[f]))
     y[t, f]  = scale[f] · Σ_d x[t, d] q[f, d]
 
-A channel of zeros has the scale 1. For prompts with float8 weights, rows are quantised in the same
-way, with a scale for each token, so that both operands of the product have eight bits: Micikevicius
-et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their dtype,
-and XLA widens one matrix of one layer at a time to it; bfloat16 and float32 have the weights `q`
-exactly.
+A channel of zeros has the scale 1. For prompts with float8 weights, inputs are quantised in the
+same way, with a scale for each token, so that both operands of the product have eight bits:
+Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433). Otherwise inputs keep their
+dtype, and XLA dequantises one matrix of one layer at a time to it; bfloat16 and float32 represent
+`q` exactly.
 
-The libraries qwix and AQT replace the products inside of a model's own modules. They are not used
-here: weights are stacked, plain arrays, which are quantised while a file is read, and which a
-kernel of the project reads where they lie.
+The libraries qwix and AQT replace products inside a model's modules. They do not fit here: weights
+are plain stacked arrays, quantised while a file is read, and a kernel of this project reads them in
+place.
 """
 
 import functools
@@ -38,10 +38,10 @@ from sketchwalk_jax.models.params import (
 )
 from sketchwalk_jax.precision import matmul_precision
 
-# Multiplied, not divided by, as are scales: XLA makes products of some divisions, and the host is
-# to find the same numbers.
+# Multiply by reciprocals instead of dividing: XLA replaces some divisions by products, and the host
+# must compute the same numbers.
 _PER_LARGEST = {"float8_e4m3fn": np.float32(1 / 448), "int8": np.float32(1 / 127)}
-_LEAST_SCALE = float(np.finfo(np.float32).tiny)  # smaller numbers may count as zero
+_LEAST_SCALE = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to zero
 
 
 def quantize_rows(
@@ -52,8 +52,8 @@ def quantize_rows(
     Args:
       rows: Weights `[outputs..., inputs...]`.
       dtype: float8_e4m3fn or int8.
-      num_inputs: How many axes are inputs.
-      name: Of the tensor, for the error.
+      num_inputs: Number of input axes.
+      name: Name of the tensor, for the error message.
 
     Returns:
       `q` in the same shape, and the scales `[outputs...]` in float32.
@@ -76,16 +76,16 @@ def quantize_rows(
 def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
     """Quantises the linear layers of parameters in memory.
 
-    Each `kernel` `[L, inputs..., outputs...]` in `layers` becomes `quantized` and `scales`, as
-    `sketchwalk_jax.models.params` describes them and this module makes them. Embedding, output
-    head, norms and biases stay. On a mesh, arrays stay spread as they are.
+    Each `kernel` `[L, inputs..., outputs...]` in `layers` becomes `quantized` and `scales`, with
+    the layout of `sketchwalk_jax.models.params` and the equations of this module. Embedding, output
+    head, norms and biases stay. On a mesh, arrays keep their sharding.
 
     Args:
       params: A parameter tree from `load` or `init_params`, in float32, float16 or bfloat16.
       weights: `"float8"` or `"int8"`.
 
     Returns:
-      A new tree. Arrays that stay are shared with `params`.
+      A new tree, which shares unchanged arrays with `params`.
 
     Raises:
       ValueError: If `weights` is unknown, the parameters are quantised already, or a weight is NaN
@@ -123,7 +123,7 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
 
 
 def _shardings(kernel: Array, num_inputs: int) -> dict[str, Any]:
-    """How the results lie where a kernel lies on a mesh."""
+    """Returns the shardings of the results for a kernel on a mesh."""
     sharding = None if isinstance(kernel, jax.core.Tracer) else getattr(kernel, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return {}
@@ -136,15 +136,15 @@ def _shardings(kernel: Array, num_inputs: int) -> dict[str, Any]:
 def _quantize(
     kernel: Array, *, dtype: str, num_inputs: int, shardings: Any = None
 ) -> tuple[Array, Array]:
-    """`q` and the scales of one stack, a layer at a time."""
+    """Computes `q` and the scales of one stack, a layer at a time."""
 
     def quantize(one: Array) -> tuple[Array, Array]:
         wide = jnp.moveaxis(one, range(num_inputs), range(-num_inputs, 0)).astype(jnp.float32)
         scaled, scales = _scale(wide, _PER_LARGEST[dtype], num_inputs)
         if dtype == "int8":
             return jnp.rint(scaled).astype(dtype), scales
-        # XLA on CPUs rounds to float16 on the way, which can give another neighbour than on the
-        # host. Rounded before, nothing is left to round: to 3 bits, or to multiples of 2^-9.
+        # XLA on CPUs rounds via float16, which can give another neighbour than on the host. So
+        # round first, to 3 bits or to multiples of 2^-9: the conversion is then exact.
         small = jnp.rint(scaled * 512) / 512
         rounded = jnp.where(jnp.abs(scaled) < 2**-6, small, jax.lax.reduce_precision(scaled, 8, 3))
         return rounded.astype(dtype), scales
@@ -153,21 +153,21 @@ def _quantize(
 
 
 def _scale(wide: Array, per_largest: np.float32, num_inputs: int) -> tuple[Array, Array]:
-    """Float32 numbers over their scales, and the scales, of all but the last axes."""
+    """Divides float32 weights by the scale of their output channel; returns both."""
     axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
     most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
     scales = jnp.maximum(most * per_largest, _LEAST_SCALE)
-    scales = jnp.where(most == 0, 1, scales)  # a NaN stays one
+    scales = jnp.where(most == 0, 1, scales)  # NaN propagates
     return wide * (1 / scales), scales.reshape(scales.shape[: axes[0]])
 
 
 def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "N H D"]:
-    """The weights behind the attention of one layer, dequantised if they are quantised.
+    """Returns the attention output projection of one layer, dequantised if necessary.
 
     Args:
       params: The parameter tree.
       layer: The layer.
-      dtype: Of dequantised weights.
+      dtype: Dtype of dequantised weights.
     """
     leaf = params["layers"]["out"]
     if "kernel" in leaf:
@@ -183,7 +183,7 @@ def out_kernel(params: Params, layer: Array, dtype: DTypeLike) -> Float[Array, "
 def multiply_quantized(
     x: Float[Array, "B T D"], quantized: Num[Array, "F D"], scales: Float[Array, "F"]
 ) -> Float[Array, "B T F"]:
-    """`y` of the module on XLA, for one layer.
+    """Computes `y` of the module docstring for one layer with XLA.
 
     Args:
       x: The input. With float8 weights and several tokens in each sequence, it is quantised.
@@ -206,7 +206,7 @@ def multiply_quantized(
 
 
 def _round_rows(x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
-    """Rows in float8_e4m3fn, and their scales."""
+    """Quantises rows to float8_e4m3fn; returns them and their scales."""
     scaled, scales = _scale(x.astype(jnp.float32), _PER_LARGEST["float8_e4m3fn"], 1)
     return scaled.astype(jnp.float8_e4m3fn), scales
 
@@ -214,9 +214,9 @@ def _round_rows(x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[
 def _multiply_rows(
     rows: Float[Array, "B T D"], weights: Float[Array, "F D"]
 ) -> Float[Array, "B T F"]:
-    """Products of rows and weights in float8, in bfloat16.
+    """Multiplies float8 rows by float8 weights; the products are bfloat16.
 
-    XLA on GPUs multiplies in eight bits only if both operands come as such. CPUs cannot, and are
+    XLA on GPUs multiplies in eight bits only if both operands are float8. CPUs cannot, and are
     fastest in float32. Sums of D products of up to 448² fit into bfloat16.
     """
     return jax.lax.platform_dependent(rows, weights, cpu=_multiply_wide, default=_multiply_narrow)
@@ -228,7 +228,7 @@ def _scaled(
     scales: Float[Array, "F"],
     dtype: DTypeLike,
 ) -> Float[Array, "B T F"]:
-    """Products times the scales of their rows and of their columns."""
+    """Multiplies products by the scales of their rows and columns."""
     found = products.astype(jnp.float32) * row_scales[..., None]
     return (found * scales[None, None]).astype(dtype)
 
@@ -258,8 +258,8 @@ def _backward(residuals: Any, cotangent: Array) -> Any:
 multiply_quantized.defvjp(_forward, _backward)
 
 
-# Products of rows with the weights of gate and up, `[B, T, F]`, the scales of the rows and those of
-# the weights -> what `gate_plainly` finds, or `None`.
+# (products with gate and with up `[B, T, F]`, row scales, scales of gate and of up) -> the result
+# of `gate_plainly`, or `None`.
 SwigluQuantize = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array] | None]
 
 
@@ -269,13 +269,13 @@ def multiply_gated(
     x: Float[Array, "B T D"],
     weights: Mapping[str, tuple[Float[Array, "_ _"], Float[Array, "_"]]],
 ) -> Float[Array, "B T D"]:
-    """`down(silu(gate(x)) · up(x))` for many rows and one layer, all products in eight bits.
+    """Computes `down(silu(gate(x)) · up(x))` of one layer for many rows with 8-bit products.
 
-    As `multiply_quantized` makes each product.
+    Each product is computed as in `multiply_quantized`.
 
     Args:
-      swiglu_quantize: A kernel for the SwiGLU between the products; where it returns `None`, XLA
-        makes it.
+      swiglu_quantize: A kernel for the SwiGLU between the products; if it returns `None`, XLA
+        computes the SwiGLU.
       x: The input, in bfloat16.
       weights: `q` in float8_e4m3fn and the scales of `gate`, `up` and `down`.
 
@@ -285,7 +285,7 @@ def multiply_gated(
     rows, row_scales = _round_rows(x)
     products = []
     for name in ("gate", "up"):
-        # A compiled program says by this name which product has which types.
+        # This name in the compiled program tells the types of each product.
         with jax.named_scope(name):
             products.append(_multiply_rows(rows, weights[name][0]))
     gate, up = products
@@ -305,14 +305,14 @@ def gate_plainly(
     gate_scales: Float[Array, "F"],
     up_scales: Float[Array, "F"],
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]]:
-    """`silu(gate) · up` of products in bfloat16, in float8_e4m3fn, and the scales of its rows.
+    """Computes `silu(gate) · up` from bfloat16 products, quantised to float8_e4m3fn by rows.
 
     Args:
-      gate: Products with the weights of gate, without scales.
-      up: Likewise with those of up.
-      row_scales: Of the rows.
-      gate_scales: Of the columns of gate.
-      up_scales: Of those of up.
+      gate: Unscaled products with the weights of gate.
+      up: Unscaled products with the weights of up.
+      row_scales: Scales of the rows.
+      gate_scales: Scales of the columns of gate.
+      up_scales: Scales of the columns of up.
     """
     gate = _scaled(gate, row_scales, gate_scales, gate.dtype)
     return _round_rows(jax.nn.silu(gate) * _scaled(up, row_scales, up_scales, up.dtype))

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3: what their `config.json` means and how their weights are called."""
+"""Qwen2 and Qwen3: reads their `config.json`, and names their weights."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ KEYS: dict[tuple[str, ...], str] = LLAMA_KEYS | {
 def read_qwen2_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that Qwen2 reads in its own way.
 
-    The biases of q, k and v are always there and that of o never, whatever the file says.
+    Projections q, k and v always have a bias, and o never has one, whatever the file says.
 
     Args:
       raw: The parsed `config.json`.
@@ -45,7 +45,7 @@ def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that Qwen3 reads in its own way.
 
     `attention_bias` covers q, k, v and o, query and key are normalised over head_dim, and
-    head_dim is 128 where the file does not say, whatever the width.
+    head_dim is 128 by default, whatever the width.
 
     Args:
       raw: The parsed `config.json`.
@@ -60,7 +60,7 @@ def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
       (True, 128)
     """
     attention_bias = read_flag(raw, "attention_bias")
-    # Absent it is 128, null what the width gives.
+    # Absent means 128; null means width / heads.
     usual = raw["hidden_size"] // raw["num_attention_heads"]
     head_dim = read_integer({"head_dim": 128, **raw}, "head_dim", usual)
     return _common_fields(raw) | {
@@ -73,7 +73,7 @@ def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
 
 def _common_fields(raw: RawConfig) -> dict[str, Any]:
     return {
-        # Absent they are 32, null as many as there are heads.
+        # Absent means 32; null means as many as query heads.
         "num_kv_heads": read_integer(
             {"num_key_value_heads": 32, **raw}, "num_key_value_heads", raw["num_attention_heads"]
         ),
@@ -84,7 +84,7 @@ def _common_fields(raw: RawConfig) -> dict[str, Any]:
 
 def read_window(raw: RawConfig) -> tuple[int | None, int]:
     """Returns the sliding window, which must be switched on, and the first layer that has it."""
-    # Absent it is 4096, null none.
+    # Absent means 4096; null means none.
     window = read_integer({"sliding_window": 4096, **raw}, "sliding_window", least=0)
     window = window if read_flag(raw, "use_sliding_window") else None
     return window, read_integer(raw, "max_window_layers", 28, least=0)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): what a model has, the frequencies, and the rotation."""
+"""Rotary position embedding (RoPE): configuration, frequencies, and rotation."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class RopeConfig:
       low_freq_factor: llama3: wavelengths above `original / low_freq_factor` are stretched.
       high_freq_factor: llama3: wavelengths below `original / high_freq_factor` are kept.
       original_max_position_embeddings: Context before stretching, in tokens (llama3, yarn).
-      attention_factor: yarn: what cos and sin are multiplied by; None derives it from `factor`.
+      attention_factor: yarn: multiplier of cos and sin; None derives it from `factor`.
       beta_fast: yarn: turns over the original context above which a frequency is kept.
       beta_slow: yarn: turns below which a frequency is stretched by the whole factor.
       mscale: yarn: numerator scale of the derived attention factor, used with `mscale_all_dim`.
@@ -59,7 +59,7 @@ class RopeConfig:
         check_choice("rope_type", self.rope_type, ROPE_TYPES)
         check_number("theta", self.theta, "(1, 1e30)")  # the angles are float32
         for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            check_number(name, getattr(self, name), "[1e-30, 1e30)")  # 1e-320 of JSON overflows
+            check_number(name, getattr(self, name), "[1e-30, 1e30)")  # 1e-320 in JSON overflows
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), "(-1e30, 1e30)")
@@ -84,7 +84,7 @@ class RopeConfig:
           max_position_embeddings: Context that the checkpoint declares, in tokens.
 
         Returns:
-          The declared context, or what linear or yarn scaling stretches it to if that is more.
+          The declared context, or its linear or yarn stretch if longer.
 
         Example:
           >>> rope = RopeConfig(rope_type="yarn", factor=4.0,
@@ -235,7 +235,7 @@ def _yarn(wavelengths: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarra
     assert original is not None  # RopeConfig checks it
 
     def dimension(turns: float) -> float:
-        # The dimension whose frequency makes that many turns over the original context.
+        # The dimension whose frequency makes `turns` turns over the original context.
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

@@ -1,7 +1,7 @@
-"""The safetensors files of a Hugging Face checkpoint directory, read lazily.
+"""Reads the safetensors files of a Hugging Face checkpoint directory lazily.
 
-Opening reads headers only: names, shapes and dtypes of every tensor are known, and checked by the
-caller, before the first byte of a weight is read. No pickle, no code from the checkpoint.
+Opening reads headers only, so the caller can check names, shapes and dtypes of all tensors before
+the first byte of a weight is read. Pickles and code of the checkpoint are never loaded.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorHeader:
-    """What a file says about one tensor.
+    """Description of one tensor in a file.
 
     Attributes:
       file: Name of the file that holds it.
@@ -40,12 +40,12 @@ class TensorFiles(contextlib.AbstractContextManager):
 
     Attributes:
       source: The checkpoint directory.
-      described_by: The file that says what model it is, for errors.
-      headers: What is known about each tensor, by name. Where several files hold a tensor, it is
-        that of the file that the index names.
-      notes: How the index and the files disagree about a tensor, by name.
+      described_by: The file that describes the model, for errors.
+      headers: Header of each tensor by name. If several files hold a tensor, the index decides
+        which.
+      notes: Disagreements of the index and the files about tensors, by name.
       readable: The dtypes that can be read.
-      readable_types: The same in words, for errors.
+      readable_types: These dtypes in words, for errors.
 
     Example:
       >>> with TensorFiles(Path("Llama-3.2-1B")) as files:  # doctest: +SKIP
@@ -102,7 +102,7 @@ class TensorFiles(contextlib.AbstractContextManager):
         self._handles[file] = handle
         for name in handle.keys():
             self._holders.setdefault(name, []).append(file)
-            # Shards may hold old copies of tensors that the index has in other shards.
+            # Shards may hold old copies of tensors that the index finds in other shards.
             if self._index.get(name, file) == file:
                 tensor = handle.get_slice(name)
                 self.headers[name] = TensorHeader(
@@ -127,10 +127,10 @@ class TensorFiles(contextlib.AbstractContextManager):
           *bounds: A slice with start and stop for each axis.
 
         Returns:
-          That part, in the stored dtype.
+          The part in the stored dtype.
         """
         tensor = self._handles[self.headers[name].file].get_slice(name)
-        # A single slice must not arrive as a tuple of one.
+        # safetensors does not accept a tuple of one slice.
         return tensor[bounds if len(bounds) > 1 else bounds[0]]
 
     def __enter__(self) -> "TensorFiles":
@@ -144,7 +144,7 @@ class TensorFiles(contextlib.AbstractContextManager):
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """The file of each tensor by the index; nothing where one file holds them all."""
+    """Reads the file of each tensor from the index; empty if one file holds all tensors."""
     if (directory / SINGLE_FILE).exists():
         return {}
     if (directory / INDEX_FILE).exists():
@@ -179,7 +179,7 @@ def _checked_index(directory: Path) -> dict[str, str]:
         raise ValueError(f"{path} must have a weight_map of tensor names to file names")
     index = {name: str(file) for name, file in weight_map.items()}
     files = sorted(set(index.values()))
-    # Names only: links of a download cache may lead anywhere, the index may not.
+    # Accept plain names only: an untrusted index must not lead outside the folder.
     outside = [file for file in files if Path(file).name != file or "\\" in file]
     if outside:
         raise ValueError(f"{path} must name files beside it, got {outside}")

@@ -1,7 +1,7 @@
 """The decoder-only transformer that Llama, Qwen2 and Qwen3 share, as pure functions.
 
-Layers are stacked on a leading axis and visited by `jax.lax.scan`; whatever attention needs (cache,
-walk state) is threaded through the carry, opaque to this file.
+Layers are stacked on a leading axis and visited by `jax.lax.scan`; the state of attention (cache,
+walk) is threaded through the carry, opaque to this file.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from sketchwalk_jax.precision import matmul_precision
 PyTree = Any
 # (query [B T N H], key [B T K H], value, layer, state) -> (output [B T N H], state, per-layer aux)
 Attend = Callable[[Array, Array, Array, Array, PyTree], tuple[Array, PyTree, PyTree]]
-# What `linear_of_rows` is with its kernels.
+# `linear_of_rows` with the kernel's configuration bound.
 Multiply = Callable[..., list[Array] | None]
 
 
 def rms_norm(
     x: Float[Array, "*lead D"], scale: Float[Array, "D"], *, eps: float
 ) -> Float[Array, "*lead D"]:
-    """`x / sqrt(mean(x²) + eps)` in float32, cast back, then times `scale`."""
+    """Computes `x / sqrt(mean(x²) + eps)` in float32, casts it back, and multiplies by `scale`."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
@@ -39,16 +39,16 @@ def rms_norm(
 
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """The parameters of one layer, where they lie in the stacks of all.
+    """The parameters of one layer inside the stacks of all layers.
 
     Attributes:
-      stacks: Parameters of all layers.
+      stacks: Stacked parameters of all layers.
       layer: The layer.
-      eps: Of the norms.
-      multiply: How few rows are multiplied (`linear_of_rows`), or `None` for XLA, which copies the
-        layer's weights out of their stack first, a read and a write of each: little beside the
-        products of many rows. `xla_gpu_enable_dynamic_slice_fusion`, which is to leave out such
-        copies, does not before float8 products of cuBLAS.
+      eps: Epsilon of the norms.
+      multiply: The decode matmul kernel for few rows (`linear_of_rows`), or `None` for XLA. XLA
+        first copies the layer's weights out of their stack, one read and one write, cheap compared
+        to the products of many rows. `xla_gpu_enable_dynamic_slice_fusion` should avoid such
+        copies, but does not before float8 products of cuBLAS.
       swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for
         XLA.
     """
@@ -60,22 +60,22 @@ class LayerWeights:
     swiglu_quantize: SwigluQuantize | None = None
 
     def norm(self, x: Array, name: str) -> Array:
-        """The input behind a norm."""
+        """Applies a norm of the layer to the input."""
         return rms_norm(x, self._own(self.stacks[name]["scale"]), eps=self.eps)
 
     def linear(
         self, x: Array, names: Sequence[str], equation: str, *, norm: str | None = None
     ) -> list[Array]:
-        """Products of one input with several arrays of weights, and their biases if there are any.
+        """Multiplies one input by several arrays of weights, and adds their biases, if any.
 
         Args:
           x: The input.
-          names: Of the weights.
-          equation: Of one product, as for `einsum`.
-          norm: Of the norm that the input goes through first.
+          names: Names of the weights.
+          equation: `einsum` equation of one product.
+          norm: Name of the norm to apply to the input first.
         """
         stacks = [self.stacks[name] for name in names]
-        inputs = len(equation.split(",")[0]) - 2  # axes of the input that are summed over
+        inputs = len(equation.split(",")[0]) - 2  # contracted axes of the input
         is_quantized = "quantized" in stacks[0]
         if is_quantized:
             outputs = [one["scales"].shape[1:] for one in stacks]
@@ -127,7 +127,7 @@ class LayerWeights:
         ]
 
     def mlp(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """`down(silu(gate(x)) · up(x))`, behind the norm."""
+        """Computes `down(silu(gate(x)) · up(x))` of the normalised input."""
         names = ("gate", "up", "down")
         stacks = [self.stacks[name] for name in names]
         is_float8 = all(
@@ -154,7 +154,7 @@ class LayerWeights:
 
 
 MOST_SUMMED_ROWS = 4
-"""Rows of `sums_of_rows`: with more, sums would make as many passes over weights as products do."""
+"""Most rows of `sums_of_rows`: with more, sums would read the weights as often as XLA's matmul."""
 
 
 def linear_of_rows(
@@ -168,17 +168,17 @@ def linear_of_rows(
     is_transposed: bool = False,
     weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
-    """The products by the device's kernel for few rows, or `None` where it cannot make them.
+    """Runs the device's decode matmul kernel, or returns `None` if it does not support the input.
 
     Args:
       x: The input.
-      weights: Of all layers, by name.
+      weights: Stacked weights of all layers, by name.
       layer: The layer.
-      scale: Of the norm that the input goes through first, of all layers, if there is one.
-      eps: Of the norm.
-      kernel_config: What the kernel may run with.
+      scale: Scales of the norm to apply to the input first, of all layers, if there is one.
+      eps: Epsilon of the norm.
+      kernel_config: Settings of the kernel.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Scales of the output channels, where weights are quantised.
+      weight_scales: Scales of the output channels if weights are quantised.
     """
     rows, stacks = x.reshape(-1, x.shape[-1]), list(weights.values())
     kernel = choose_decode_matmul(are_quantized=weight_scales is not None)
@@ -202,20 +202,19 @@ def sums_of_rows(
     is_transposed: bool = False,
     weight_scales: list[Float[Array, "L _"]] | None = None,
 ) -> list[Float[Array, "B T _"]] | None:
-    """The products of very few rows as sums, or `None` where XLA should multiply matrices.
+    """Computes products of very few rows as sums, or returns `None` if XLA's matmul is better.
 
-    On a GPU, XLA copies a layer out of its stack before it multiplies matrices: three passes over
-    the weights. A sum of products is fused with what reads the weights where they lie: a pass for
-    each two rows.
+    On a GPU, XLA copies a layer out of its stack before a matmul: three passes over the weights. A
+    sum of products is fused with reading the weights in place: one pass for two rows.
 
     Args:
       x: The input.
-      weights: Of all layers, by name.
+      weights: Stacked weights of all layers, by name.
       layer: The layer.
-      scale: Of the norm that the input goes through first, of all layers, if there is one.
-      eps: Of the norm.
+      scale: Scales of the norm to apply to the input first, of all layers, if there is one.
+      eps: Epsilon of the norm.
       is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Scales of the output channels, where weights are quantised.
+      weight_scales: Scales of the output channels if weights are quantised.
     """
     stacks = list(weights.values())
     if x.shape[0] * x.shape[1] > MOST_SUMMED_ROWS or len(stacks[0]) == 1:
@@ -223,7 +222,7 @@ def sums_of_rows(
     if scale is not None:
         x = rms_norm(x, scale[layer], eps=eps)
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    rows = rows[:, None] if is_transposed else rows[..., None]  # the axis of outputs
+    rows = rows[:, None] if is_transposed else rows[..., None]  # add the axis of outputs
     found = []
     for index, stack in enumerate(stacks):
         own = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
@@ -237,7 +236,7 @@ def sums_of_rows(
 
 
 def embed(params: PyTree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Token embeddings. Ids outside the vocabulary are clamped."""
+    """Looks up token embeddings. Ids outside the vocabulary are clamped."""
     return params["embed"]["embedding"].at[tokens].get(mode="clip")
 
 
@@ -248,13 +247,13 @@ def unembed(
     model_config: ModelConfig,
     multiply: Multiply | None = None,
 ) -> Float[Array, "*lead V"]:
-    """Final norm and output head; logits in float32.
+    """Applies final norm and output head; returns logits in float32.
 
     Args:
       params: The whole parameter tree.
       hidden: Output of the last layer.
       model_config: The model.
-      multiply: How few rows are multiplied, or `None` for XLA.
+      multiply: The decode matmul kernel for few rows, or `None` for XLA.
     """
     scale, eps = params["final_norm"]["scale"], model_config.rms_norm_eps
     is_tied = model_config.tie_word_embeddings
@@ -299,8 +298,8 @@ def run_layers(
      model_config: The model.
      layers: Ranges of layers in order, each with its attention
       `(query, key, value, layer, state) -> (output, state, aux)`.
-     multiply: How few rows are multiplied, or `None` for XLA.
-     swiglu_quantize: What stands between the mlp's float8 products of many rows, or `None` for XLA.
+     multiply: The decode matmul kernel for few rows, or `None` for XLA.
+     swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for XLA.
 
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
@@ -330,8 +329,8 @@ def run_layers(
 
     for part, attend in layers:
         step = functools.partial(layer_step, attend=attend)
-        # Taking a layer's number out of an array is a launch, and counting is none. But of numbers
-        # that it can foresee, XLA copies weights by other means than kernels, if it copies any.
+        # Reading the layer index from an array costs a launch; a counter costs none. But if XLA can
+        # foresee the index and copies weights, it does not copy them by kernels.
         numbers = None if multiply else jnp.arange(part.start, part.stop, dtype=jnp.int32)
         carry = hidden, state, jnp.asarray(part.start, jnp.int32)
         (hidden, state, _), aux = jax.lax.scan(step, carry, numbers, length=len(part))

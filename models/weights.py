@@ -1,9 +1,8 @@
-"""Loading of checkpoint directories into the stacked parameter tree.
+"""Loads checkpoints into the stacked parameter tree.
 
-First every stored tensor that a parameter needs is named and checked against the files' headers;
-then each parameter is read from the files straight into its stacked array, in its target dtype, and
-only the part that each device holds. Beyond what is already loaded, the host never holds more
-than one stacked parameter.
+First the name and shape of every needed tensor are checked against the files' headers; then each
+parameter is read straight into its stacked array, in its target dtype, and only the shards of each
+device. Beyond loaded parameters, the host never holds more than one stacked parameter.
 
 A linear weight is stored as (outputs, inputs), with heads flattened; here it is
 `[L, inputs..., outputs...]` with a head axis. No permutation of q and k is needed: Hugging Face
@@ -51,23 +50,23 @@ from sketchwalk_jax.progress import progress_bar
 from sketchwalk_jax.validation import DTYPES, check_dtype
 
 Files = TensorFiles | GgufFiles
-"""Where tensors come from, by name: both read a part of one at a time."""
+"""Source of tensors by name; both types read a part of a tensor at a time."""
 
 EMBEDDING, LM_HEAD = ("embed", "embedding"), ("lm_head", "kernel")
 PREFIX = "model."
-"""What names begin with, but for the head; base models (`LlamaModel`, `Qwen3Model`) lack it."""
+"""Prefix of all names except the head's; base models (`LlamaModel`, `Qwen3Model`) lack it."""
 ROWS_PER_READ = 32
 """Stored rows that are read and transposed at a time, so that they stay in the CPU's cache."""
 LISTED = 20
-"""How many names one line of an error lists."""
+"""Most names in one line of an error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafSource:
-    """Where one stacked parameter comes from.
+    """The source of one stacked parameter.
 
     Attributes:
-      names: Tensor names: one for each layer, or one.
+      names: Tensor names: one for each layer, or a single one.
       outputs: Sizes of the output axes, flattened into the rows of a stored tensor.
       inputs: Sizes of the input axes, flattened into its columns; empty for vectors.
       is_transposed: Whether the parameter has its inputs first, as kernels do.
@@ -122,8 +121,8 @@ def load(
         reads only what its devices hold.
       progress: Whether to show a progress bar on standard error if loading takes longer than a
         second. If standard error is not a terminal, a line is printed every half minute.
-      use_plan: Whether to use the plan that `sketchwalk calibrate` left beside the checkpoint, if
-        there is one. A plan of another checkpoint is refused.
+      use_plan: Whether to use the plan that `sketchwalk calibrate` wrote next to the checkpoint, if
+        any. A plan of another checkpoint is refused.
 
     Returns:
       The parameters and the model's configuration. The configuration includes the plan, and its
@@ -159,7 +158,7 @@ def load(
     else:
         found = _load_safetensors(directory, progress=progress, **given)
     params, model_config = found
-    # What `init_cache` makes by default is of the type that was asked for.
+    # The config takes the loaded dtype, which is the default of `init_cache`.
     loaded = params["embed"]["embedding"].dtype.name
     return params, dataclasses.replace(model_config, plan=plan, dtype=loaded)
 
@@ -240,7 +239,7 @@ def _read_params(
                 where = [shardings[one] for one in paths]
                 found = _load_quantized(files, source, kinds, where, advance)
                 params |= dict(zip(paths, found, strict=True))
-            elif path[-1] != "scales":  # which came with `quantized`
+            elif path[-1] != "scales":  # loaded together with `quantized`
                 params[path] = _load_leaf(files, sources[path], shape, shardings[path], advance)
     return unflatten_params(params)
 
@@ -275,11 +274,11 @@ def _load_quantized(
     shardings: list[Sharding | None],
     advance: Callable[[int], object],
 ) -> list[jax.Array]:
-    """A kernel as `quantized` and `scales`; rows are read once where both lie alike."""
+    """Loads a kernel as `quantized` and `scales`; equal shardings of both share one read."""
     shape = shapes[0].shape
     num_outputs = 1 + len(source.outputs)
     parts: dict[tuple[slice, ...], np.ndarray] = {}
-    scales: dict[tuple[slice, ...], np.ndarray] = {}  # by layers and outputs
+    scales: dict[tuple[slice, ...], np.ndarray] = {}  # keys: layers and outputs
 
     def read(index: tuple[slice, ...]) -> None:
         parts[index], scales[index[:num_outputs]] = read_quantized(
@@ -330,12 +329,12 @@ def find_sources(
     embedding: str | None = None,
     keys: Mapping[tuple[str, ...], str] | None = None,
 ) -> dict[tuple[str, ...], LeafSource]:
-    """Names the stored tensors of every parameter.
+    """Finds the names of the stored tensors of every parameter.
 
     Args:
       model_config: The model.
-      embedding: Name of the tensor to take as embedding, where it is not the usual one.
-      keys: Name of each parameter where these are not the family's own, as in a GGUF file.
+      embedding: Name of the embedding's tensor if it is not the usual one.
+      keys: Name of each parameter if not the family's, as in a GGUF file.
 
     Returns:
       The source of each parameter, by its path.
@@ -381,8 +380,8 @@ def check_headers(
 
     Args:
       files: The open files.
-      sources: What the model needs, from `find_sources`.
-      ignored: Tensors that may be there without being needed.
+      sources: Sources of the parameters, from `find_sources`.
+      ignored: Names of tensors that may exist without being needed.
 
     Raises:
       ValueError: If tensors are missing, unknown, of another shape or of a type that cannot be
@@ -449,11 +448,11 @@ def read_shard(
 
     Args:
       files: The open files.
-      source: Where the parameter comes from.
+      source: Source of the parameter.
       shape: The whole stacked shape.
       index: The part, a slice for each axis.
       dtype: Dtype of the result.
-      advance: Called with the number of bytes each time a tensor is done.
+      advance: Called with the number of bytes after each tensor.
 
     Returns:
       The part, of `dtype`.
@@ -475,17 +474,17 @@ def _read_tensor(
 ) -> None:
     """Reads `target[i..., o...] = stored[row, column]`, a part of one layer's parameter.
 
-    A stored tensor has one row for each output and one column for each input, of which `o...` and
-    `i...` are the indices; vectors have rows alone. Only whole slices of the leading output axis
-    and the leading input axis are cut in the file; inner axes, which are rarely sharded, are cut
-    after reading. Rows come a few at a time, so that they are transposed in the CPU's cache.
+    A stored tensor has one row for each output `o...` and one column for each input `i...`; vectors
+    have rows only. Only whole slices of the leading output axis and the leading input axis are cut
+    in the file; inner axes, which are rarely sharded, are cut after reading. A few rows are read at
+    a time, so that they are transposed in the CPU's cache.
 
     Args:
       files: The open files.
-      source: Where the parameter comes from.
+      source: Source of the parameter.
       name: The stored tensor.
       bounds: The part, a slice with start and stop for each axis of the parameter.
-      target: Where it goes, of the part's shape.
+      target: Destination, with the part's shape.
     """
     num_inputs = len(source.inputs)
     if source.is_transposed:
@@ -495,7 +494,7 @@ def _read_tensor(
     else:
         num_outputs = len(source.outputs)
         outputs, inputs = bounds[:num_outputs], bounds[num_outputs:]
-    # Stored rows of one index of the leading output axis, and stored columns of the part.
+    # Stored rows per index of the leading output axis, and stored columns of the part.
     rows = math.prod(source.outputs[1:])
     columns, read_inputs = [], ()
     if inputs:
@@ -523,16 +522,16 @@ def read_quantized(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reads one device's part of a stack of kernels and quantises it, a few rows at a time.
 
-    A scale depends on all inputs of its row, so whole rows are read, and cut afterwards: scales are
-    the same however the weights are spread over a mesh.
+    A scale depends on all inputs of its row, so whole rows are read and then cut: scales are the
+    same for every sharding.
 
     Args:
       files: The open files.
-      source: Where the kernel comes from.
+      source: Source of the kernel.
       shape: The whole stacked shape `[L, outputs..., inputs...]`.
       index: The part, a slice for each axis.
       dtype: float8_e4m3fn or int8.
-      advance: Called with the number of bytes each time a tensor is done.
+      advance: Called with the number of bytes after each tensor.
 
     Returns:
       The part of `quantized`, and the scales of its layers and outputs.
@@ -546,7 +545,7 @@ def read_quantized(
     part = np.empty(sizes, dtype)
     scales = np.empty(sizes[: 1 + num_outputs], np.float32)
     outputs, inputs = bounds[1 : 1 + num_outputs], bounds[1 + num_outputs :]
-    rows = math.prod(source.outputs[1:])  # stored rows of one index of the leading output axis
+    rows = math.prod(source.outputs[1:])  # stored rows per index of the leading output axis
     columns = slice(0, math.prod(source.inputs))
     first, last = outputs[0].start, outputs[0].stop
     step = max(1, ROWS_PER_READ // rows)
@@ -567,9 +566,9 @@ def read_quantized(
 def resolve_tying(
     files: TensorFiles, model_config: ModelConfig, *, keys: Mapping[tuple[str, ...], str]
 ) -> tuple[bool, str | None, frozenset[str]]:
-    """Decides what a tied checkpoint's embedding and lm_head are, as transformers does.
+    """Decides which tensors are a tied checkpoint's embedding and lm_head, as transformers does.
 
-    A tied file may hold either or both. Where both are there and differ, the config is wrong.
+    A tied file may hold either or both. If both exist and differ, the config is wrong.
 
     Args:
       files: The open files.
@@ -577,8 +576,8 @@ def resolve_tying(
       keys: Name of each parameter in the files.
 
     Returns:
-      Whether the head is tied, the tensor that is the embedding (None for the usual one), and
-      the tensors to ignore.
+      Whether the head is tied, the name of the embedding's tensor (None for the usual one), and the
+      tensors to ignore.
     """
     embedding, head = keys[EMBEDDING], keys[LM_HEAD]
     if not model_config.tie_word_embeddings or head not in files.headers:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (Markdown with places to fill in)
-"""The model card: everything in it comes from the metrics of the runs."""
+"""Writes the model card from the metrics of the runs."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ The weights are under the Apache licence 2.0.
 
 
 def make_card(metrics: dict[str, Any], model_config: ModelConfig) -> str:
-    """The card as Markdown."""
+    """Makes the card as Markdown."""
     text, runs, validation = metrics["text"], metrics["runs"], metrics["validation"]
     c = model_config
     attention = 2 * c.num_heads * c.head_dim + 2 * c.num_kv_heads * c.head_dim

@@ -1,7 +1,7 @@
-"""Plain text to tokens: a byte-level BPE tokenizer of our own, and what the data generator needs.
+"""Turns plain text into tokens with its own byte-level BPE tokenizer, for the data generator.
 
-The tokenizer keeps every digit a token of its own, with the space before it if there is one, so
-that a number of five digits is five tokens wherever it stands.
+Every digit is its own token, with the space before it if there is one, so that a number of five
+digits has five tokens everywhere.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ from sketchwalk_jax.text.haystack import is_held_out, read_text
 
 BEGIN, END = "<|begin|>", "<|end|>"
 BEGIN_ID, END_ID = 0, 1
-# Letters, one digit, punctuation: each with the space before it.
+# Letters, one digit, or punctuation, each with the space before it.
 _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_PASSAGE = 100_000  # characters that are encoded at a time
-_NUMBERS = (100, 400, 1600)  # for each passage, for the tokenizer
-_MIN_COUNT = 5  # a word asked for occurs at least this often
+_PASSAGE = 100_000  # characters to encode at a time
+_NUMBERS = (100, 400, 1600)  # numbers per passage in the tokenizer's training text
+_MIN_COUNT = 5  # least occurrences of a word that sentences ask for
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Tokens of the parts that sentences are put together from.
+    """Tokens of the parts of sentences.
 
     Attributes:
-      words: Tokens of each word that may be asked for, its space included.
+      words: Tokens of each word that sentences may ask for, its space included.
       fixed: Tokens of the text between the places of a sentence, by sentence.
       first_digit: Token of each digit with a space before it.
       digit: Token of each digit alone.
@@ -53,7 +53,7 @@ class Corpus:
       training: The first part, one line.
       validation: The rest, one line.
       name: File name.
-      sha256: Of the file.
+      sha256: SHA-256 of the file.
     """
 
     training: str
@@ -67,7 +67,7 @@ def read_corpus(path: str | Path, *, validation_share: float) -> Corpus:
 
     Args:
       path: UTF-8 text, plain or `.xz`.
-      validation_share: Share of the text that is never trained on, in (0, 1).
+      validation_share: Share of the text to keep out of training, in (0, 1).
 
     Returns:
       The two parts, white space collapsed.
@@ -89,12 +89,12 @@ def read_corpus(path: str | Path, *, validation_share: float) -> Corpus:
 
 
 def train_tokenizer(text: str, *, vocab_size: int, seed: int) -> Tokenizer:
-    """Byte-level BPE on a text and on numbers, which prose has few of.
+    """Trains byte-level BPE on a text and on numbers, which are rare in prose.
 
     Raises:
       ValueError: If the text is too short for a vocabulary of this size.
     """
-    for numbers in _NUMBERS:  # more of them where the text repeats itself
+    for numbers in _NUMBERS:  # a repetitive text needs more numbers
         tokenizer = _train(text, vocab_size, seed, numbers)
         if all(len(_ids(tokenizer, f" {digit}")) == 1 for digit in range(10)):
             break
@@ -141,7 +141,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Tokens of a long text, uint16, encoded passage by passage, cut at spaces."""
+    """Encodes a long text to uint16, passage by passage, cut at spaces."""
     cuts = [0]
     while len(text) - cuts[-1] > _PASSAGE:
         cuts.append(text.rindex(" ", cuts[-1] + 1, cuts[-1] + _PASSAGE))
@@ -151,7 +151,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def find_words(text: str, *, held_out: bool) -> list[str]:
-    """Words of four to eight letters that sentences may ask for: for training, or held out."""
+    """Finds words of four to eight letters for sentences, either for training or held out."""
     found = re.findall(r"\b[a-z]{4,8}\b", text)
     words, counts = np.unique(found, return_counts=True)
     return [
@@ -162,8 +162,8 @@ def find_words(text: str, *, held_out: bool) -> list[str]:
 
 
 def make_pieces(tokenizer: Tokenizer, words: list[str]) -> Pieces:
-    """Encodes everything that sentences consist of."""
-    # Each place is written as a letter that no sentence has, with the space before it.
+    """Encodes the parts of sentences."""
+    # Mark each slot by a letter that no sentence contains, with the space before it.
     plain = wording.wording_of("plain")
     marked = {
         "code": wording.code_statement("\x01", "\x01"),
@@ -192,7 +192,7 @@ def make_pieces(tokenizer: Tokenizer, words: list[str]) -> Pieces:
 
 
 def bigram_loss(training: np.ndarray, validation: np.ndarray, *, vocab_size: int) -> float:
-    """Mean cross-entropy (nats per token) of a bigram model smoothed with its unigrams.
+    """Computes mean cross-entropy (nats per token) of a bigram model smoothed with unigrams.
 
     `p(b | a) = (count(a, b) + m p(b)) / (count(a) + m)` with `m = 10`.
     """

@@ -1,4 +1,4 @@
-"""The result as a Hugging Face directory: weights, config, tokenizer, metrics and a model card."""
+"""Exports a Hugging Face directory: weights, config, tokenizer, metrics and a model card."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from sketchwalk_jax.models.weights import find_sources
 
 
 def hf_tensors(params: Params, model_config: ModelConfig) -> dict[str, np.ndarray]:
-    """The parameters under their Hugging Face names and in their shapes, in the model's dtype."""
+    """Converts parameters to their Hugging Face names and shapes, in the model's dtype."""
     tensors = {}
     sources = find_sources(model_config)
     for path, leaf in flatten_params(params).items():
@@ -34,7 +34,7 @@ def hf_tensors(params: Params, model_config: ModelConfig) -> dict[str, np.ndarra
 
 
 def hf_config(model_config: ModelConfig) -> dict[str, Any]:
-    """`config.json` of a Llama without biases."""
+    """Makes the `config.json` of a Llama without biases."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -67,7 +67,7 @@ def export(
     metrics: dict[str, Any],
     card: str,
 ) -> None:
-    """Writes the directory beside its final place and then moves it there, replacing an old one."""
+    """Writes a temporary directory and then renames it to its final name, replacing an old one."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     save_file(

@@ -1,4 +1,4 @@
-"""Batches made by worker processes, in an order that the seed alone decides."""
+"""Makes batches in worker processes, in an order that depends on the seed only."""
 
 import collections
 import multiprocessing
@@ -13,7 +13,7 @@ import numpy as np
 from corpus import Pieces
 from sequences import SequenceMaker
 
-_makers: dict[str, SequenceMaker] = {}  # in a worker: one for each text
+_makers: dict[str, SequenceMaker] = {}  # in a worker process: one for each text
 
 
 class Batch(NamedTuple):
@@ -29,7 +29,7 @@ def _start_worker(path: str, pieces: Pieces, options: dict[str, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this worker when the run that it works for was killed: it would wait for ever."""
+    """Ends this worker if its run was killed; otherwise it would wait for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -37,7 +37,7 @@ def _end_with_parent() -> None:
 
 
 def make_batch(maker: SequenceMaker, seed: tuple[int, ...], shape: tuple[int, int]) -> Batch:
-    """One batch of `shape` `(sequences, T)`; the same for the same seed."""
+    """Makes one batch of `shape` `(sequences, T)`, determined by the seed."""
     rng = np.random.default_rng(seed)
     sequences = [maker.draw(rng, shape[1]) for _ in range(shape[0])]
     return Batch(*(np.stack(parts) for parts in zip(*sequences, strict=True)))
@@ -48,14 +48,14 @@ def _make(seed: tuple[int, ...], shape: tuple[int, int]) -> Batch:
 
 
 class Loader:
-    """A pool of processes that works ahead.
+    """A pool of processes that makes batches ahead.
 
     Args:
       text: File of the corpus' tokens (`numpy.save`), which the processes share.
       pieces: From `make_pieces`.
       seed: Batch `i` of stage `s` is drawn from `(seed, s, i)`.
-      num_workers: Processes.
-      **options: Those of `SequenceMaker`.
+      num_workers: Number of processes.
+      **options: Options of `SequenceMaker`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Loader:
         )
 
     def batches(self, stage: int, shape: tuple[int, int]) -> Iterator[Batch]:
-        """Batches of one stage without end; closing the iterator drops those made ahead."""
+        """Yields batches of one stage for ever; closing the iterator drops batches made ahead."""
         waiting: collections.deque[Future[Any]] = collections.deque()
         index = 0
         try:

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: tokenizer, tokens of the text, sentences, baseline."""
+"""Prepares a run before its first step: tokenizer, tokens of the text, sentences, baseline."""
 
 import dataclasses
 from pathlib import Path
@@ -23,12 +23,12 @@ class Prepared:
     """The data of a run.
 
     Attributes:
-      tokenizer: Trained on the training part, or the one of the model to go on from.
+      tokenizer: Tokenizer trained on the training part, or taken from the initial model.
       path: File with the tokens of the training part.
       pieces: Sentences about training words.
       validation: Tokens of the validation part.
       validation_pieces: Sentences about held-out words.
-      description: What the model card says about the data.
+      description: Description of the data for the model card.
     """
 
     tokenizer: Tokenizer
@@ -44,10 +44,10 @@ def prepare(text: Path, folder: Path, *, init: Path | None, seed: int, about: st
 
     Args:
       text: UTF-8 text, plain or `.xz`.
-      folder: Where the tokens are written.
+      folder: Folder for the tokens.
       init: A model whose tokenizer is used, or `None` to train one.
-      seed: Of the tokenizer's data.
-      about: What the text is, for the model card.
+      seed: Seed of the tokenizer's data.
+      about: Description of the text, for the model card.
     """
     corpus = read_corpus(text, validation_share=TEXT_SHARE_FOR_VALIDATION)
     if init is None:

@@ -1,4 +1,4 @@
-"""What is trained and for how long: sizes, stages, rates. Everything that a run depends on."""
+"""Defines everything that a training run depends on: sizes, stages, durations, rates."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Stage:
     Attributes:
       length: Tokens of a sequence.
       sequences: Sequences of a batch.
-      share: Share of the run's time (or, where steps are given, ignored).
+      share: Share of the run's time; ignored if steps are given.
     """
 
     length: int
@@ -46,15 +46,15 @@ class Recipe:
     """One run.
 
     Attributes:
-      stages: Short sequences first: what retrieval needs is learned there, and much faster.
+      stages: Stages, short sequences first: retrieval is learned on them, and much faster.
       peak: Highest learning rate, reached after `warm_up` steps.
       final: Learning rate at the end, as a share of the highest; a half cosine leads there.
       warm_up: Steps of linear increase.
-      weight_decay: Of AdamW, on kernels.
-      b2: Of AdamW.
+      weight_decay: Weight decay of AdamW, on kernels.
+      b2: Second-moment decay of AdamW.
       clip: Largest norm of the gradient.
-      lists_chains: Whether the answer to a chain of variables lists it, name by name down to the
-        number, or is the number alone.
+      lists_chains: Whether the answer to a chain of variables lists its names down to the number,
+        or is only the number.
       hops: Shares of chains of 1, 2, ... statements.
     """
 
@@ -69,7 +69,7 @@ class Recipe:
     hops: tuple[float, ...] = (0.25, 0.2, 0.17, 0.14, 0.12, 0.12)
 
     def learning_rate(self, step: int, progress: float) -> float:
-        """The rate at a step, `progress` in [0, 1] through the run."""
+        """Returns the learning rate at a step, `progress` in [0, 1] through the run."""
         cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
         warm = min(1.0, (step + 1) / self.warm_up)
         return self.peak * warm * (self.final + (1 - self.final) * cosine)
@@ -85,10 +85,10 @@ RECIPES = {
             Stage(8192, 8, 0.15),
         ),
         peak=2e-3,
-        final=0.25,  # "continue" goes on from here
-        # In these minutes a model of this size does not learn to follow two statements within one
-        # token: asked for the number alone, it guesses among those of all chains. This run has
-        # shown that; "continue" asks for the whole chain.
+        final=0.25,  # the recipe "continue" starts from this rate
+        # In this time a model of this size does not learn to follow two statements within one
+        # token: asked for the number only, it guesses among all chains' numbers. So "continue" asks
+        # for the whole chain.
         lists_chains=False,
         hops=(0.3, 0.28, 0.16, 0.11, 0.08, 0.07),
     ),

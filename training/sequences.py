@@ -1,6 +1,6 @@
-"""Training sequences made on the fly: real text with sentences hidden in it, and questions.
+"""Makes training sequences on the fly: real text with hidden sentences, and questions.
 
-Everything is put together from tokens, so that a sequence of 16,384 takes about a millisecond.
+Sequences are assembled from tokens, so that one of 16,384 tokens takes about a millisecond.
 """
 
 import dataclasses
@@ -9,30 +9,30 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from corpus import BEGIN_ID, END_ID, Pieces
 
-# What a target token counts as: nothing, text, or an answer of one of the kinds below.
+# Class of a target token: ignored, text, or an answer of one of the kinds below.
 IGNORED, TEXT = 0, 1
 KINDS = ("code", "each", "all", *(f"value_{hops}" for hops in range(1, 7)), "vote")
 CLASSES = {kind: TEXT + 1 + index for index, kind in enumerate(KINDS)}
 NUM_CLASSES = TEXT + 1 + len(KINDS)
 MAX_HOPS = 6
 
-# Shares of the sequences, and of the sets of sentences among those that are not plain text.
+# Shares of sequences of plain text, and of the sets of sentences in other sequences.
 _PLAIN_TEXT = 0.15
 _SETS = {"codes": 0.35, "several": 0.12, "variables": 0.4, "votes": 0.13}
 _ONE_SET = 0.6
-_SHUFFLED, _NOISE = 0.08, 0.04  # haystacks that are no English
+_SHUFFLED, _NOISE = 0.08, 0.04  # shares of haystacks that are not English
 _SINGLE_QUESTION = 0.15
 
 
 @dataclasses.dataclass
 class Question:
-    """A question, its answer, and where it may stand.
+    """A question, its answer, and its earliest place.
 
     Attributes:
       tokens: The question.
       answer: The answer, with the token that ends it.
       kind: One of `KINDS`.
-      after: Earliest place in the text, as a share of it: that of the last sentence needed.
+      after: Earliest place, as a share of the text: the place of the last sentence it needs.
     """
 
     tokens: np.ndarray
@@ -51,13 +51,13 @@ class Draft:
     questions: list[Question] = dataclasses.field(default_factory=list)
 
     def add(self, place: float, sentence: np.ndarray, is_ignored: np.ndarray) -> None:
-        """Adds a sentence; tokens that nobody could predict are marked."""
+        """Adds a sentence, with its unpredictable tokens marked."""
         self.places.append(place)
         self.sentences.append(sentence)
         self.ignored.append(is_ignored)
 
     def size(self) -> int:
-        """Tokens of all sentences and questions."""
+        """Counts the tokens of all sentences and questions."""
         questions = sum(len(one.tokens) + len(one.answer) for one in self.questions)
         return sum(map(len, self.sentences)) + questions
 
@@ -69,7 +69,7 @@ class SequenceMaker:
       text: Tokens of the corpus.
       pieces: From `make_pieces`.
       hops: Shares of chains of 1, 2, ... statements.
-      lists_chains: Whether the answer to a chain lists it, or is its number alone.
+      lists_chains: Whether the answer to a chain lists it, or is only its number.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class SequenceMaker:
         self.lists_chains = lists_chains
 
     def draw(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """One sequence.
+        """Draws one sequence.
 
         Args:
-          rng: Source of everything that is random.
+          rng: Random generator.
           length: Tokens that the model reads, `T`.
 
         Returns:
@@ -101,7 +101,7 @@ class SequenceMaker:
     def _draw_sets(self, rng: np.random.Generator, length: int, draft: Draft) -> None:
         number = 1 if rng.random() < _ONE_SET else 2
         wanted = rng.choice(list(_SETS), number, replace=False, p=list(_SETS.values()))
-        # Words are drawn once for all sets, so that none means two things.
+        # All sets share one permutation of words, so that no word has two meanings.
         self._words = iter(rng.permutation(len(self.pieces.words)))
         room = length // 2 // number
         makers: dict[str, Callable[[np.random.Generator, int, Draft], None]] = {
@@ -146,7 +146,7 @@ class SequenceMaker:
         draft.add(place, sentence, is_ignored)
 
     def _draw_codes(self, rng: np.random.Generator, room: int, draft: Draft) -> None:
-        """Codes of many words; questions for one, or for each of several."""
+        """Draws codes of many words, and questions for one word or each of several."""
         most = max(1, room // 16)
         count = int(rng.integers(1, most + 1)) if rng.random() < 0.3 else _log_uniform(rng, 1, most)
         facts = [(self._word(), self._number(rng), rng.random()) for _ in range(count)]
@@ -165,7 +165,7 @@ class SequenceMaker:
             )
 
     def _draw_several(self, rng: np.random.Generator, room: int, draft: Draft) -> None:
-        """Words that have several codes; questions for all of them."""
+        """Draws words with several codes, and questions for all codes."""
         for _ in range(_log_uniform(rng, 1, max(1, room // 64))):
             word = self._word()
             places = np.sort(rng.random(int(rng.integers(2, 6))))
@@ -178,9 +178,9 @@ class SequenceMaker:
             )
 
     def _draw_variables(self, rng: np.random.Generator, room: int, draft: Draft) -> None:
-        """Chains of variables, each set to the one before; questions for their ends.
+        """Draws chains of variables, each set to the one before, and questions for their ends.
 
-        One chain alone would teach to copy the only number there is, so there are mostly several.
+        Most sequences have several chains: one alone would teach to copy the only number.
         """
         size = draft.size()
         least = min(64, room)
@@ -196,7 +196,7 @@ class SequenceMaker:
                 names.append(self._word())
                 self._state(draft, float(place), "value", names[-1], value)
                 value = names[-1]
-            # The end of the chain, and sometimes those on the way.
+            # Ask for the end of the chain, and sometimes for variables on the way.
             for hop in range(1, hops + 1):
                 if hop < hops and rng.random() > 0.3:
                     continue
@@ -208,7 +208,7 @@ class SequenceMaker:
                 )
 
     def _draw_votes(self, rng: np.random.Generator, room: int, draft: Draft) -> None:
-        """Votes for a few words; one question for the word that has most."""
+        """Draws votes for a few words, and one question for the word with the most."""
         most = int(rng.integers(3, max(4, min(15, room // 24))))
         words = [self._word() for _ in range(int(rng.integers(2, 8)))]
         counts = [most, *rng.integers(1, max(2, most // 2), len(words) - 1)]
@@ -223,7 +223,7 @@ class SequenceMaker:
         draft.questions.append(Question(question, self._answer(words[:1]), "vote", 1.0))
 
     def _choose_questions(self, rng: np.random.Generator, length: int, draft: Draft) -> None:
-        """Keeps as many questions as there is room for, or one, as in a test."""
+        """Keeps as many questions as fit, or one, as in a test."""
         order = rng.permutation(len(draft.questions))
         if rng.random() < _SINGLE_QUESTION:
             order = order[:1]
@@ -238,7 +238,7 @@ class SequenceMaker:
     def _assemble(
         self, rng: np.random.Generator, length: int, draft: Draft
     ) -> tuple[np.ndarray, np.ndarray]:
-        # Short sequences may have drawn more than they hold: sentences go, and their questions.
+        # Short sequences may have drawn too much: drop sentences, and their questions.
         while draft.size() > length - length // 8:
             draft = Draft()
         inserts = [
@@ -257,7 +257,7 @@ class SequenceMaker:
             inserts.append((float(place), tokens, classes))
         inserts.sort(key=lambda insert: insert[0])
         text = self._haystack(rng, length - draft.size())
-        # Sentences stand where a word begins.
+        # Insert sentences at the beginnings of words.
         starts = np.append(np.flatnonzero(self.pieces.starts_word[text]), len(text))
         begin = np.array([BEGIN_ID], np.uint16)
         tokens, classes, last = [begin], [np.zeros(1, np.uint8)], 0
@@ -271,7 +271,7 @@ class SequenceMaker:
         return np.concatenate(tokens), np.concatenate(classes)[1:]
 
     def _haystack(self, rng: np.random.Generator, size: int) -> np.ndarray:
-        """Text from anywhere in the corpus; now and then out of order, or no language at all."""
+        """Draws text from anywhere in the corpus; sometimes shuffled, or random tokens."""
         start = int(rng.integers(0, len(self.text) - size))
         text = self.text[start : start + size]
         kind = rng.random()

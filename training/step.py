@@ -1,4 +1,4 @@
-"""One step of training: the model with dense attention that can be differentiated, loss, update."""
+"""Makes one training step: the model with differentiable dense attention, loss, update."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Of one batch, by class of target: sums of the loss, right guesses, targets; float32."""
+    """Sums over one batch by class of target: loss, right guesses, targets; float32."""
 
     loss: Float[Array, "C"]
     right: Float[Array, "C"]
@@ -30,7 +30,7 @@ class Metrics(NamedTuple):
 
 
 def logits_of(params: Params, tokens: Int[Array, "B T"], *, model_config: ModelConfig) -> Array:
-    """Logits of every token, float32 `[B, T, V]`: the layers of inference, attention without cache.
+    """Computes float32 logits `[B, T, V]` with the layers of inference and cacheless attention.
 
     Attention is `jax.nn.dot_product_attention`, cuDNN's on an NVIDIA GPU.
     """
@@ -58,7 +58,7 @@ def logits_of(params: Params, tokens: Int[Array, "B T"], *, model_config: ModelC
 def sum_metrics(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], classes: UInt[Array, "B T"]
 ) -> Metrics:
-    """Sums of cross-entropy (nats) and of right guesses for each class of target."""
+    """Sums cross-entropy (nats) and right guesses for each class of target."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     right = jnp.argmax(logits, axis=-1) == targets
     is_class = jax.nn.one_hot(classes, NUM_CLASSES, dtype=jnp.float32)
@@ -70,14 +70,14 @@ def sum_metrics(
 
 
 def _objective(metrics: Metrics) -> Float[Array, ""]:
-    """Mean loss of the text plus mean loss of the answers: both count the same."""
+    """Adds the mean loss of the text and the mean loss of the answers, with equal weight."""
     text = metrics.loss[TEXT] / jnp.maximum(metrics.count[TEXT], 1.0)
     answers = jnp.sum(metrics.loss[TEXT + 1 :])
     return text + answers / jnp.maximum(jnp.sum(metrics.count[TEXT + 1 :]), 1.0)
 
 
 def make_optimizer(*, weight_decay: float, b2: float, clip: float) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; the learning rate is set anew at every step."""
+    """Makes AdamW with clipped gradients; every step sets the learning rate."""
 
     def is_kernel(params: Params) -> Any:
         return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
@@ -91,7 +91,7 @@ def make_optimizer(*, weight_decay: float, b2: float, clip: float) -> optax.Grad
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> State:
-    """The state before the first step."""
+    """Makes the state before the first step."""
     return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
@@ -105,7 +105,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     dtype: str,
 ) -> tuple[State, Metrics]:
-    """One update; `model_config`, `optimizer` and `dtype` (of the computation) are static."""
+    """Makes one update; `model_config`, `optimizer` and compute `dtype` are static."""
     ids = tokens.astype(jnp.int32)
 
     def objective(params: Params) -> tuple[Float[Array, ""], Metrics]:
@@ -128,7 +128,7 @@ def validation_step(
     *,
     model_config: ModelConfig,
 ) -> tuple[Float[Array, "B T"], Array]:
-    """Loss of every target and whether it was guessed; for exact answers and the loss of text."""
+    """Computes the loss of every target, and whether the likeliest token is right."""
     del classes
     ids = tokens.astype(jnp.int32)
     logits = logits_of(params, ids[:, :-1], model_config=model_config)

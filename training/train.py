@@ -3,7 +3,7 @@
     python training/train.py --text FILE --out DIR [--minutes 9.3]
     python training/train.py --text FILE --out DIR --recipe continue --init DIR/model
 
-The first command starts from random weights, the second goes on from a finished model with a fresh
+The first command starts from random weights, the second from a finished model with a fresh
 optimiser. Both write DIR/model, a Hugging Face directory.
 """
 
@@ -37,17 +37,17 @@ from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.weights import load
 
 _LOG_SECONDS = 10.0
-_IN_FLIGHT = 4  # steps that are dispatched before the first of them must be done
+_IN_FLIGHT = 4  # most dispatched steps that are not done yet
 
 
 @dataclasses.dataclass
 class Clock:
-    """Where a run stands: by steps where their numbers are given, by time otherwise.
+    """Progress of a run: by steps if their numbers are given, by time otherwise.
 
     Attributes:
-      recipe: The run.
-      seconds: Time for all stages.
-      steps: Steps of each stage, to repeat a run exactly.
+      recipe: Recipe of the run.
+      seconds: Total time of all stages.
+      steps: Numbers of steps of the stages, to repeat a run exactly.
     """
 
     recipe: Recipe
@@ -56,17 +56,17 @@ class Clock:
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
     def spent(self) -> float:
-        """Seconds of training so far."""
+        """Returns the seconds of training so far."""
         return time.perf_counter() - self.started
 
     def progress(self, stage: int, step: int) -> float:
-        """Share of the run that is done, `step` being counted within the stage."""
+        """Returns the share of the run that is done; `step` counts within the stage."""
         if self.steps is None:
             return self.spent() / self.seconds
         return (sum(self.steps[:stage]) + step) / sum(self.steps)
 
     def is_over(self, stage: int, step: int) -> bool:
-        """Whether the stage has had its share."""
+        """Whether the stage has used its share."""
         if self.steps is not None:
             return step >= self.steps[stage]
         shares = [one.share for one in self.recipe.stages]
@@ -136,7 +136,7 @@ class Log:
         self.rate = 0.0
 
     def add(self, metrics: Metrics, rate: float, clock: Clock) -> None:
-        """Counts one step; waits for one of the steps before."""
+        """Counts one step; waits for an earlier step."""
         self.metrics.append(metrics)
         self.steps, self.rate = self.steps + 1, rate
         if len(self.metrics) > _IN_FLIGHT:
@@ -145,7 +145,7 @@ class Log:
             self.show(clock)
 
     def show(self, clock: Clock) -> None:
-        """Prints what came since the last line."""
+        """Prints the metrics since the last line."""
         if not self.metrics:
             return
         total = jax.tree.map(lambda *parts: np.sum(np.stack(parts), axis=0), *self.metrics)
@@ -244,7 +244,7 @@ def _scaled(recipe: Recipe, scale: float) -> Recipe:
 def _metrics(
     prepared: Prepared, recipe: Recipe, taken: list[int], run: dict[str, Any], *, init: Path | None
 ) -> dict[str, Any]:
-    """What the model card says, but for the validation."""
+    """Collects the metrics of the model card, except the validation."""
     before = json.loads((init / "metrics.json").read_text())["runs"] if init is not None else []
     stages = [
         dataclasses.asdict(stage) | {"steps": steps}

@@ -1,4 +1,4 @@
-"""Accuracy on held-out words in held-out text, and the loss of that text, by length."""
+"""Measures accuracy on held-out words in held-out text, and the text's loss, by length."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import Params
 
 _TOKENS_PER_BATCH = 1 << 16
-_SEED = 2**31  # batches of validation share none with those of training
+_SEED = 2**31  # keeps validation batches different from training batches
 
 
 def validate(
@@ -29,20 +29,20 @@ def validate(
     max_tokens: int = 1 << 20,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Measures the model densely, answers teacher-forced.
+    """Measures the model with dense attention and teacher-forced answers.
 
     Args:
-      params: Parameters, in any type.
-      prepared: The data.
+      params: Parameters of any dtype.
+      prepared: Data of the run.
       lengths: Lengths of sequences.
       model_config: The model.
-      dtype: Type of the computation.
-      max_tokens: Tokens of each length.
-      **options: Those of `SequenceMaker`.
+      dtype: Dtype of the computation.
+      max_tokens: Most tokens for each length.
+      **options: Options of `SequenceMaker`.
 
     Returns:
       For each length: the loss of the text (nats per token), and for each kind of question the
-      share of answers in which every token was the likeliest, with their number.
+      share of answers whose every token was the likeliest, with the number of answers.
     """
     maker = SequenceMaker(prepared.validation, prepared.validation_pieces, **options)
     program = jax.jit(partial(validation_step, model_config=model_config))
@@ -72,7 +72,7 @@ def validate(
 def _text_loss(
     program: Callable[..., Any], params: Params, text: np.ndarray, shape: tuple[int, int]
 ) -> float:
-    """Mean loss of plain text, cut into sequences, nats per token."""
+    """Computes the mean loss of plain text cut into sequences, nats per token."""
     sequences, length = shape
     windows = text[: len(text) // length * length].reshape(-1, length)
     windows = windows[: len(windows) // sequences * sequences].reshape(-1, *shape)
@@ -85,7 +85,7 @@ def _text_loss(
 
 
 def _answers(classes: np.ndarray, right: np.ndarray) -> list[tuple[str, bool]]:
-    """Kind of each answer of a sequence, and whether all of its tokens are right."""
+    """Lists the kind of each answer of a sequence, and whether all its tokens are right."""
     cuts = np.flatnonzero(np.diff(classes)) + 1
     names = {index: kind for kind, index in CLASSES.items()}
     return [

@@ -29,7 +29,7 @@ COMMANDS: dict[str, Callable[..., None] | type[Command]] = {
 
 
 def _function(command: Any) -> Callable[..., None]:
-    """A function with the parameters and the docstring of a command that is a class."""
+    """Makes a function with the parameters and the docstring of a command class."""
     if not isinstance(command, type):
         return command
 
@@ -42,7 +42,7 @@ def _function(command: Any) -> Callable[..., None]:
 
 
 def _as_flags(parameters: list[Any]) -> list[Any]:
-    """Shows flags as flags: Typer writes `<bool>` behind them, as if they took a value."""
+    """Removes `<bool>` after flags, which Typer writes as if they took a value."""
     for one in parameters:
         if getattr(one, "is_flag", False):
             one.metavar = ""
@@ -89,11 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Results go to standard output; progress, statistics and errors to standard error.
 
     Args:
-      arguments: The words after the program's name. Default: those of this process.
+      arguments: The words after the program's name; by default this process's arguments.
 
     Returns:
       The exit status: 0, or 1 for an error, 2 for a mistake on the command line. An interrupt ends
-      the process at once, which shells report as 130.
+      the process at once; shells report 130.
 
     Example:
       >>> main(["--version"])  # doctest: +SKIP
@@ -101,14 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
       0
     """
     if arguments is None:
-        # A KeyboardInterrupt would wait until JAX, outside of Python, has finished.
+        # A KeyboardInterrupt would wait until JAX returns to Python.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # for terminals that lack characters
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
-            # Typer leaves with status 1 when the reader of a pipe is gone.
+            # Typer exits with status 1 when the reader of a pipe is gone.
             return app(arguments, prog_name="sketchwalk", standalone_mode=False) or 0
         except EXPECTED as error:
             message, status = explain(error)

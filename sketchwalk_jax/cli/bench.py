@@ -1,4 +1,4 @@
-"""`sketchwalk bench`: what sparse attention gains and loses on this device, in a few minutes."""
+"""`sketchwalk bench`: measures in minutes what sparse attention gains and loses on this device."""
 
 import dataclasses
 import gc
@@ -36,11 +36,11 @@ from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.progress import elapsed
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-ANSWERED_AT = 4096  # tokens of the prompts that are answered
+ANSWERED_AT = 4096  # tokens of the prompts with questions
 TASKS = ("single_needle", "multi_key", "mid_prompt")
-TIMED_SHARE = 0.6  # of the seconds, for times; the rest is for answers
-NEW_TOKENS = 32  # that a step's time is the mean of
-ROUNDS, MOST_SECONDS = 5, 15.0  # of a length, in each of which every policy has a turn
+TIMED_SHARE = 0.6  # share of the seconds for times; the rest is for answers
+NEW_TOKENS = 32  # tokens over which a step's time is averaged
+ROUNDS, MOST_SECONDS = 5, 15.0  # of one length; each round runs every policy once
 PARTS = {"attention": "prefill", "first_token": "prefill", "token": "decode"}
 
 
@@ -158,7 +158,7 @@ def _measure(
     rule: Rule,
     length: int,
 ) -> bool:
-    """Adds the times of one length, unless they are there; whether a longer one may fit."""
+    """Adds the times of one length if missing; returns whether a longer one may fit."""
     rules = (DENSE, rule)
     if all(
         file.has(group_key(one, phase, part, length))
@@ -196,7 +196,7 @@ def _measure(
 def _attention_seconds(
     model_config: ModelConfig, policy: Policy, length: int, params: Params
 ) -> dict[tuple[str, bool], list[float]]:
-    """Seconds of one layer's attention of a prompt; of the sparse one with its selection."""
+    """Times one layer's attention to a prompt, sparse attention including its selection."""
     dtype = params["embed"]["embedding"].dtype
     heads = (model_config.num_heads, model_config.num_kv_heads, model_config.num_kv_heads)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -218,7 +218,7 @@ def _attention_seconds(
 def _model_seconds(
     params: Params, model_config: ModelConfig, policy: Policy, length: int
 ) -> dict[tuple[str, bool], list[float]]:
-    """Seconds to a prompt's first token, and of each token after it."""
+    """Times a prompt's first token, and each token after it."""
     rng = np.random.default_rng(length)
     shape = (1, length - NEW_TOKENS - 1)
     tokens = rng.integers(0, model_config.vocab_size, shape, dtype=np.int32)
@@ -235,7 +235,7 @@ def _model_seconds(
         )
         start = time.perf_counter()
         next(chunks)  # the prompt
-        next(chunks)  # and one token
+        next(chunks)  # the first decoded token
         first = time.perf_counter()
         next(chunks)
         end = time.perf_counter()
@@ -245,7 +245,7 @@ def _model_seconds(
 
 
 def _in_turns(run: Callable[[bool], dict[str, float]]) -> dict[tuple[str, bool], list[float]]:
-    """Seconds by name and by whether attention is dense, of rounds after one that compiles."""
+    """Returns seconds by name and by `is_dense`, for the rounds after the compiling one."""
     found: dict[tuple[str, bool], list[float]] = {}
     start = 0.0
     for number in range(1 + ROUNDS):
@@ -270,8 +270,8 @@ def tables(meta: dict[str, Any], rows: Sequence[Row]) -> str:
     """Describes a file of results in markdown: the device, times, break-even lengths, answers.
 
     Args:
-      meta: Its `meta`.
-      rows: Its rows, finished or not.
+      meta: `meta` of the file.
+      rows: Rows of the file, finished or not.
 
     Returns:
       Paragraphs and tables.
@@ -328,7 +328,7 @@ def _duration(seconds: float) -> str:
 
 
 def _where_it_pays(pairs: Mapping[int, tuple[float, ...]]) -> str:
-    """Names the length from which on the sparse policy is slower at no length."""
+    """Names the shortest length from which on the sparse policy is never slower."""
     slower = [length for length, (dense, own) in pairs.items() if own > dense]
     pays = [length for length in pairs if length > max(slower, default=0)]
     if not pays:

@@ -1,4 +1,4 @@
-"""`sketchwalk calibrate`: measure a model's plan, and write it beside its checkpoint."""
+"""`sketchwalk calibrate`: measures a model's plan and writes it next to its checkpoint."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from sketchwalk_jax.text.haystack import read_text
 
 MOST_TOKENS = 8192
 PROMPTS = 2 * len(TASKS)
-# The table shows what the plan gives each layer at these densities.
+# Densities at which the table shows each layer's share of the plan.
 _SHOWN = (0.1, 0.2)
 
 
@@ -82,7 +82,7 @@ class Calibrate(options.Command):
         for one in drawn:
             prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
         own = fingerprint(directory)
-        # A plan that is there already may be of another checkpoint: it is to be replaced.
+        # Ignore an existing plan, which may be of another checkpoint and is to be replaced.
         params, model_config = options.load_model(
             directory, dtype, weights=self.weights, use_plan=False, sharding=placement
         )
@@ -114,7 +114,7 @@ class Calibrate(options.Command):
 
 
 def _check_file(path: Path, *, overwrite: bool) -> None:
-    """Raises a `UsageError` unless the plan can be written there, before hours are spent on it."""
+    """Raises a `UsageError` unless the plan can be written, before hours of measuring."""
     if path.is_dir():
         raise UsageError(f"--out must be a file, got the folder {str(path)!r}")
     if path.exists() and not overwrite:
@@ -133,10 +133,10 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
 
 
 def _table(plan: Plan) -> str:
-    """A line for each layer: its loss in nats at the densities tried, and its share of the plan.
+    """Shows for each layer its loss in nats at the measured densities, and its share of the plan.
 
-    The share is its own density and the number of representative queries of a row, for each density
-    in `_SHOWN`. Most layers are tried at the same densities; a cell names another one.
+    The share is the layer's density and its number of representative queries per query block, for
+    each density in `_SHOWN`. Most layers are measured at the same densities; a cell names others.
     """
     tried = plan.densities[0]
     header = ["layer", *(f"loss at {one:.3f}" for one in tried)]

@@ -1,4 +1,4 @@
-"""`sketchwalk chat`: a conversation in the terminal, or of the lines of a pipe."""
+"""`sketchwalk chat`: holds a conversation in the terminal, or over the lines of a pipe."""
 
 import dataclasses
 import sys
@@ -67,7 +67,7 @@ class Chat(options.GenerationCommand):
 
 
 def _answer(talk: Any, text: str) -> None:
-    """Shows the answer to one turn as it comes."""
+    """Prints the answer to one turn as it is generated."""
     pieces = talk.stream(text)
     with elapsed("reading"):
         first = next(pieces, "")

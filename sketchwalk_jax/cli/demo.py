@@ -1,7 +1,7 @@
-"""`sketchwalk demo`: facts hidden in a long text, asked of dense attention and Sketch-and-Walk.
+"""`sketchwalk demo`: asks dense attention and Sketch-and-Walk for facts hidden in a long text.
 
-All answer side by side on standard output, rivals too if there are any; a picture shows what
-Sketch-and-Walk attended to, and where the facts were.
+All answers appear side by side on standard output, with those of rivals if requested; a picture
+shows the blocks that Sketch-and-Walk attended to and the blocks with facts.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 SOURCE = "Python's help topics"
 MAX_FACTS = 16
 TOKENS_PER_FACT = 128  # least text around a fact, in tokens
-QUESTION_TOKENS, ANSWER_TOKENS = 48, 16  # the most of each
+QUESTION_TOKENS, ANSWER_TOKENS = 48, 16  # most tokens of each
 ROOM = QUESTION_TOKENS + ANSWER_TOKENS
 
 # Words that are held out from the training of the bundled model.
@@ -211,9 +211,9 @@ class Demo(options.Command):
 
 
 def _make_rivals(names: Sequence[str], density: float | None) -> dict[str, Policy]:
-    """The other policies; `set_density` calibrates those without a density of their own.
+    """Makes the other policies; `set_density` calibrates those without a density field.
 
-    All of their layers are sparse: their density is the mean over all layers.
+    All of their layers are sparse, so their density is the mean over all layers.
     """
     found = {}
     for name in names:
@@ -230,7 +230,7 @@ def _make_rivals(names: Sequence[str], density: float | None) -> dict[str, Polic
 
 
 def _can_draw(out: Path) -> bool:
-    """Whether there can be a picture; says before all else on standard error why not."""
+    """Whether a picture can be drawn; if not, says why on standard error before anything runs."""
     if out.suffix not in _PICTURES:
         raise UsageError(f"--out must end in one of {_PICTURES}, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
@@ -246,26 +246,26 @@ def _can_draw(out: Path) -> bool:
 
 
 class Fact(NamedTuple):
-    """A word, its code of five digits, and how many tokens of the text there are up to its end."""
+    """A word, its code of five digits, and the number of text tokens up to its end."""
 
     word: str
     number: str
     position: int
 
     def is_answer(self, text: str) -> bool:
-        """Whether a generated text begins with the code, and not with a longer word or number."""
+        """Whether a generated text begins with the code, and no further letter or digit follows."""
         return re.match(rf"\s*{self.number}(?!\w)", text) is not None
 
 
 class Prompt(NamedTuple):
-    """A text, its tokens in int32, and what is hidden in it, in order."""
+    """A text, its tokens in int32, and the facts hidden in it, in order."""
 
     tokens: Int[np.ndarray, "T"]
     facts: tuple[Fact, ...]
 
 
 def prose() -> list[str]:
-    """The paragraphs of Python's help topics that read as prose, each in one line.
+    """Selects the paragraphs of Python's help topics that are prose, each in one line.
 
     Every installation of Python carries them. Grammar rules, tables and examples are left out.
     """
@@ -280,12 +280,12 @@ def prose() -> list[str]:
 
 
 def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) -> Prompt:
-    """A text of at most `num_tokens` tokens with facts spread over it.
+    """Makes a text of at most `num_tokens` tokens with facts spread over it.
 
     The passage, words, codes and places are drawn from `seed`; a word occurs nowhere else in the
     text.
 
-    There are at most `MAX_FACTS`, and `TOKENS_PER_FACT` tokens or more for each.
+    It has at most `MAX_FACTS` facts, and at least `TOKENS_PER_FACT` tokens for each.
     """
     rng = np.random.default_rng(seed)
     paragraphs = prose()
@@ -296,7 +296,7 @@ def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) ->
 
     statements = [code_statement(*pair) for pair in zip(words, numbers, strict=False)]
     room = num_tokens - len(encode(tokenizer, "".join(statements))) - num_facts
-    # From the beginning again where a long context outlasts the topics.
+    # Start over if a long context needs more text than the topics have.
     following, text = itertools.islice(itertools.cycle(paragraphs), first, None), ""
     while len(text) < 8 * room:  # more than any tokenizer packs into a token of English
         text += next(following) + " "
@@ -316,7 +316,7 @@ def hide_facts(tokenizer: Any, *, num_tokens: int, num_facts: int, seed: int) ->
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float, float]:
-    """Returns the result of a call, its seconds without compilation, and those of compilation."""
+    """Returns the result of a call, its seconds without compilation, and compilation seconds."""
     spans: list[tuple[float, float]] = []
 
     def listen(event: str, start_time: float, end_time: float, **_: Any) -> None:
@@ -324,13 +324,13 @@ def timed[Result](call: Callable[[], Result]) -> tuple[Result, float, float]:
             spans.append((start_time, end_time))
 
     jax.monitoring.register_event_time_span_listener(listen)
-    start = time.time()  # the clock of JAX's events
+    start = time.time()  # the clock that JAX's events use
     try:
         result = jax.block_until_ready(call())
     finally:
         jax.monitoring.unregister_event_time_span_listener(listen)
     whole, compiled, last = time.time() - start, 0.0, 0.0
-    # Tracing a function includes tracing those that it calls.
+    # Merge nested spans: tracing a function includes tracing the functions it calls.
     for begin, end in sorted(spans):
         compiled += max(0.0, end - max(begin, last))
         last = max(last, end)
@@ -342,9 +342,9 @@ class Reading(NamedTuple):
 
     Attributes:
       results: Answers and measurements, as `--json` prints them; times leave compilation out.
-      selection: Blocks that the text's rows attended to, or `None`.
-      asked: For each question, the share of the lists of each sparse layer that held a key block
-        when the question's last row was read, `[L, J]`; empty if nothing was selected.
+      selection: Blocks that the text's query blocks attended to, or `None`.
+      asked: For each question, the share of each sparse layer's block lists that contain a key
+        block for the question's last query block, `[L, J]`; empty without selection.
       compile_s: Seconds spent on compilation.
     """
 
@@ -358,7 +358,7 @@ def read_and_answer(lm: LanguageModel, text: Prompt, *, max_tokens: int) -> Read
     """Reads the text once, into a cache of `max_tokens` tokens, and answers every question."""
 
     def start(tokens: Int[np.ndarray, "_"], width: int, **more: Any) -> Stream:
-        # One width for all texts, so that another seed does not compile anew.
+        # One width for all texts, so that another seed needs no recompilation.
         padded, lengths = pad_right([tokens], width)
         return stream(
             lm.params,
@@ -409,7 +409,7 @@ def read_and_answer(lm: LanguageModel, text: Prompt, *, max_tokens: int) -> Read
 
 
 def _one_line(text: str) -> str:
-    """A text up to its first full stop; what a terminal would take for a command is replaced."""
+    """Cuts a text at its first full stop, and replaces terminal control characters."""
     first = re.sub(r"\..*", ".", text, flags=re.DOTALL)
     shown = (char if char.isprintable() or char.isspace() else "�" for char in first)
     return " ".join("".join(shown).split())
@@ -441,7 +441,7 @@ def _table(text: Prompt, columns: Mapping[str, Reading], *, about: str) -> str:
 
 
 def _time_of(found: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
-    """Shows the seconds of reading, and their ratio to those of dense attention."""
+    """Shows the seconds of reading, and their ratio to dense attention's."""
     ratio = dense["read_s"] / found["read_s"]
     word = f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
     return f"{found['read_s']:.2f} s" + ("" if found is dense else f"  {word}")
@@ -465,11 +465,11 @@ def _summary(dense: Reading, sparse: Reading, *, who: str) -> str:
 def draw_picture(
     text: Prompt, dense: Reading, sparse: Reading, *, layers: Sequence[int], title: str
 ) -> "Figure":
-    """Draws a block map for every sparse layer, and below them what each question attended to.
+    """Draws a block map for every sparse layer, and below them each question's attended blocks.
 
-    Orange marks show the blocks with facts. A dark line marks rows that attended to everything
-    before them. Titles give the answers of `dense` and `sparse`. `layers` are the model's numbers
-    of the sparse layers.
+    Orange marks show the blocks with facts. A dark line marks query blocks that attended to
+    everything before them. Titles give the answers of `dense` and `sparse`. `layers` are the
+    indices of the sparse layers in the model.
     """
     from matplotlib.figure import Figure
 
@@ -511,7 +511,7 @@ def draw_picture(
 
 
 def _mark(axis: Any, shares: np.ndarray, places: Sequence[int]) -> None:
-    """Marks facts below a map, and on its left the rows that attended to everything."""
+    """Marks facts below a map, and on its left the query blocks that attended to everything."""
     bottom, left = axis.get_ylim()[0], axis.get_xlim()[0]
     axis.plot(places, [bottom] * len(places), "^", color=plots.ORANGE, markersize=5, clip_on=False)
     is_dense = np.nanmin(shares, axis=1) == 1.0
@@ -522,7 +522,7 @@ def _mark(axis: Any, shares: np.ndarray, places: Sequence[int]) -> None:
 
 
 def _answered(answer: Mapping[str, Any]) -> str:
-    text = answer["text"].encode("ascii", errors="replace").decode()  # which every font can write
+    text = answer["text"].encode("ascii", errors="replace").decode()  # fonts may lack others
     wrong = f"wrong, {text}" if text else "silent"
     return "right" if answer["is_right"] else wrong
 

@@ -1,4 +1,4 @@
-"""Error messages and exit statuses of the command line."""
+"""Defines error messages and exit statuses of the command line."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ NOT_FINITE = (
     "logits were NaN or infinite, so the new tokens mean nothing; the weights may be damaged, or "
     "overflow in float16: pass --dtype bfloat16 or float32, or download the checkpoint again"
 )
-"""The warning where `is_finite` of a generation is false."""
+"""Warning if `is_finite` of a generation is false."""
 
 EXPECTED = (
     UsageError,
@@ -30,11 +30,11 @@ EXPECTED = (
     OSError,
     jax.errors.JaxRuntimeError,
 )
-"""Exceptions whose message is for the user. Any other is a defect and keeps its traceback."""
+"""Exceptions whose message is for the user. All others are defects and keep their traceback."""
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """The message for an exception of `EXPECTED`, and the exit status."""
+    """Returns the message for an exception of `EXPECTED`, and the exit status."""
     if isinstance(error, UsageError):
         return str(error), 2
     if isinstance(error, typer.TyperException):
@@ -52,7 +52,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     return _FLAGGED.sub(lambda found: _flag(found[0]), str(error)), 1
 
 
-# Arguments of the library that its messages tell to change, and that are options here.
+# Library arguments that error messages advise to change, and that are options here.
 _FLAGGED = re.compile(r"\b(max_new_tokens|chunk_size)\b")
 
 
@@ -64,11 +64,11 @@ def _flag(name: str) -> str:
 def usage_errors(**names: str) -> Iterator[None]:
     """Turns the library's errors about an option's value into usage errors.
 
-    A message starts with the name of the argument, `chunk_size must be ...`; the name of the option
-    replaces it, `--chunk-size must be ...`.
+    A message starts with the argument's name, `chunk_size must be ...`; the option's name replaces
+    it, `--chunk-size must be ...`.
 
     Args:
-      **names: Options, without `--`, that are called otherwise than the argument.
+      **names: Names of options, without `--`, that differ from their argument's name.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`sketchwalk eval`: what a selection loses on a checkpoint, at measured density."""
+"""`sketchwalk eval`: measures what a selection loses on a checkpoint, at measured density."""
 
 import sys
 import warnings
@@ -33,7 +33,7 @@ from sketchwalk_jax.text.haystack import read_text
 _SIZE = "Amount"
 _DEFAULT = EvaluationConfig()
 _REDUCED = EvaluationConfig.reduced()
-# Options may be given several times; the library's fields hold all of their values.
+# Options that may be repeated, for fields that hold all their values.
 _FLAGS = {
     "policies": "policy",
     "presets": "preset",
@@ -64,7 +64,7 @@ def _listed(values: Any) -> str:
 
 
 def _of(field: str, spec: str, help: str, panel: str = _SIZE) -> Any:
-    """The option of a field of `EvaluationConfig`, with its default, and that of `--reduced`."""
+    """Makes the option of a field of `EvaluationConfig`; help shows both default values."""
     usual, few = _listed(getattr(_DEFAULT, field)), _listed(getattr(_REDUCED, field))
     within = " within the model's context" if field == "tokens" else ""
     default = usual + within + (f"; {few} with --reduced" if few != usual else "")
@@ -72,7 +72,7 @@ def _of(field: str, spec: str, help: str, panel: str = _SIZE) -> Any:
 
 
 def _say_who_is_left_out(config: EvaluationConfig) -> None:
-    """Warns of policies that select in no phase that is asked for: they would be dense there."""
+    """Warns of policies that select in none of the requested phases: they would run densely."""
     for policy in dict.fromkeys(rule.policy for rule in config.rules()):
         own = by_name(policy).phases
         if not config.phases_of(by_name(policy)):
@@ -256,14 +256,14 @@ def evaluate(
 
 
 def _quality_table(rows: Sequence[Row]) -> str:
-    """Right answers by policy, density and phase, one part for each length.
+    """Tabulates right answers by policy, density and phase, one part for each length.
 
     Args:
       rows: Rows of one evaluation.
 
     Returns:
       Lines of text: nominal and measured density of the sparse layers, the share of right answers
-      of every task and of all of them, the text loss.
+      in every task and in all together, the text loss.
     """
     return "\n\n".join(_table_of(rows, tokens) for tokens in values_of(rows, "tokens"))
 

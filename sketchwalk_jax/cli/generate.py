@@ -1,4 +1,4 @@
-"""`sketchwalk generate`: continue a prompt, as text or JSON, or a file of prompts in batches."""
+"""`sketchwalk generate`: continues a prompt, as text or JSON, or a file of prompts in batches."""
 
 import dataclasses
 import json
@@ -112,7 +112,7 @@ class Generate(options.GenerationCommand):
         }
         key = jax.random.key(self.seed)
         call: dict[str, Any] = {"max_new_tokens": room, "sampling": sampling, "key": key}
-        # Show what is wrong before the weights are read; `stream` checks again.
+        # Report mistakes before the weights are read; `stream` checks again.
         given = Options(model_config, config, max_new_tokens=room, **running)
         given.check(NOT_LOADED, tokens[None], sampling=sampling, key=key, to_bucket=True)
         has_preset = self.policy in ("sketchwalk", options.AUTO)
@@ -126,7 +126,7 @@ class Generate(options.GenerationCommand):
             about["chosen"] = type(config).__name__
         texts = None
         if self.out is not None:
-            # Everything that changes a text; batches and chunks do not.
+            # Everything that can change a text; batches and chunks cannot.
             settings = about | {
                 "model": fingerprint(directory),
                 "settings": changed_fields(config),
@@ -158,7 +158,7 @@ class Generate(options.GenerationCommand):
         print(json.dumps(shown, allow_nan=False), flush=True)
 
     def _read(self, tokenizer: Any, model_config: ModelConfig) -> list[Entry]:
-        """All prompts, checked: those of the file, or the one."""
+        """Reads and checks all prompts of the file, or the single one."""
         if self.prompts is not None:
             with elapsed(f"reading {self.prompts}"):
                 return read_prompts(
@@ -177,7 +177,7 @@ class Generate(options.GenerationCommand):
         return [Entry(text, tokens, self.chat)]
 
     def _check_files(self) -> None:
-        """Raises a `UsageError` for options that do not go together."""
+        """Raises a `UsageError` for options that contradict each other."""
         has_prompt = self.prompt_text is not None or self.prompt_file is not None
         if (self.prompts is None) != (self.out is None):
             one, other = ("--prompts", "--out") if self.out is None else ("--out", "--prompts")
@@ -202,15 +202,15 @@ def _follow(
     Args:
       pieces: The generation, not yet started.
       num_prompt_tokens: Tokens of the prompt.
-      max_new_tokens: Most tokens that come.
-      shows_text: Whether the text is written to standard output as it comes.
+      max_new_tokens: Most tokens to generate.
+      shows_text: Whether to write the text to standard output as it is generated.
 
     Returns:
       The fields of the completion, and `ttft_s` and `tokens_per_s`, rounded.
     """
     with elapsed(f"reading {num_prompt_tokens} tokens"):
         pieces.read_prompt()
-    # Text on the terminal is its own progress.
+    # Text on the terminal already shows progress.
     is_wanted = not (shows_text and sys.stdout.isatty())
     count = 0
     with progress_bar(max_new_tokens, "generating", unit=" tokens", is_wanted=is_wanted) as bar:
@@ -226,7 +226,7 @@ def _follow(
 
 
 def _to_line(shown: Mapping[str, Any]) -> str:
-    """The measurements in one line."""
+    """Formats the measurements in one line."""
     rate = "" if shown["tokens_per_s"] is None else f", {shown['tokens_per_s']:.1f} tokens/s"
     return (
         f"{shown['prompt_tokens']} prompt tokens, {shown['new_tokens']} new, first after "

@@ -1,4 +1,4 @@
-"""`sketchwalk info`: what a checkpoint is, what would run here, and what the cache will cost."""
+"""`sketchwalk info`: describes a checkpoint, the code that would run here, and the cache size."""
 
 import collections
 import dataclasses
@@ -75,7 +75,7 @@ class Info(options.PolicyCommand):
 
 
 def _describe_environment(model_config: ModelConfig, policy: Policy, dtype: str) -> dict[str, Any]:
-    """This machine, and what runs here for a policy: prompts, tokens and selection."""
+    """Describes this machine and its implementations for a policy: prompts, tokens, selection."""
     prompts, tokens = (
         describe_attention(policy, phase, model_config, dtype) for phase in ("prefill", "decode")
     )
@@ -96,11 +96,11 @@ def _describe_environment(model_config: ModelConfig, policy: Policy, dtype: str)
 def describe_attention(
     policy: Policy, phase: str, model_config: ModelConfig, dtype: str
 ) -> dict[str, Any]:
-    """Names the implementation of attention in a phase, and the reason if it is no kernel."""
+    """Names the implementation of attention in a phase, and the reason if it is not a kernel."""
     row, is_prompt = policy.block_size, phase == "prefill"
     heads = (model_config.num_heads, model_config.head_dim)
     query = jax.ShapeDtypeStruct((1, row if is_prompt else 1, *heads), jnp.dtype(dtype))
-    # In prompts, only the recommended policy lists pages; the others list whole blocks.
+    # In prompts, only the recommended policy selects pages; the others select whole blocks.
     has_units = isinstance(policy, RecommendedConfig) or not is_prompt
     sizes: dict[str, Any] = {"block_size": getattr(policy, "unit_size", row) if has_units else row}
     sizes["row_size"] = row if is_prompt else None
@@ -114,7 +114,7 @@ def describe_attention(
 
 
 def _describe_selection(policy: Policy, what: str) -> dict[str, Any]:
-    """Names the implementation of selection, and the reason if it is no kernel."""
+    """Names the implementation of selection, and the reason if it is not a kernel."""
     reason = why_not_device(what)
     if not isinstance(policy, RecommendedConfig | SketchWalkConfig):
         reason = f"{type(policy).__name__} has no kernels that select"
@@ -124,7 +124,7 @@ def _describe_selection(policy: Policy, what: str) -> dict[str, Any]:
 def _describe_checkpoint(
     directory: Path, model_config: ModelConfig, *, dtype: str, weights: str | None
 ) -> dict[str, Any]:
-    """Sizes and settings of the model, and what is stored and loaded, in bytes.
+    """Describes sizes and settings of the model, and its stored and loaded bytes.
 
     Raises:
       FileNotFoundError: If weight files are missing.
@@ -139,7 +139,7 @@ def _describe_checkpoint(
     weights = weights or kept
     loaded = jax.tree.leaves(param_shapes(model_config, dtype, weights=weights))
     fields = dataclasses.asdict(model_config)
-    del fields["plan"]  # told apart
+    del fields["plan"]  # described separately
     rope = {name: value for name, value in fields["rope"].items() if value is not None}
     return {
         "directory": str(directory),
@@ -154,12 +154,12 @@ def _describe_checkpoint(
 
 
 def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
-    """The plan if it fits, and what is to be said of it: its densities, or what to run."""
+    """Returns the plan if it fits, and its description: densities, or the command to run."""
     names = "short_hash", "problem", "densities", "representatives", "losses", "advice"
     about: dict[str, Any] = {"file": str(plan_path(directory))} | dict.fromkeys(names)
     try:
         plan = find_plan(directory)
-    except ValueError as error:  # which says what to run
+    except ValueError as error:  # its message names the command to run
         return None, about | {"problem": str(error)}
     if plan is None:
         advice = f"sketchwalk calibrate --model {directory}"
@@ -204,8 +204,8 @@ def _describe_cache(
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
     """Finds the number of tokens from which on the policy is no slower than dense attention.
 
-    For one sequence. `tokens` is None without a measurement, or if the policy was slower up to
-    `longest` tokens.
+    The number is for one sequence. `tokens` is None without a measurement, or if the policy was
+    slower up to `longest` tokens.
     """
     found = Auto(config).find(phase, model_config)
     about = {"tokens": None, "longest": None, "is_expected": False, "problem": None}
@@ -215,7 +215,7 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
 
 
 def _to_text(found: dict[str, Any]) -> str:
-    """The same facts for reading."""
+    """Formats the facts as text."""
     here, model, cache = found["environment"], found["model"], found["cache"]
     kinds = sorted(collections.Counter(here["devices"]).items())
     runs = {
@@ -262,7 +262,7 @@ cache           {show_bytes(cache["total_bytes"])} for one sequence of {cache["t
 
 
 def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:
-    """An implementation, and why it is not the kernels."""
+    """Names an implementation, and why it is not the kernels."""
     return f"{implementation}: {why_not_mosaic_gpu}" if why_not_mosaic_gpu else implementation
 
 

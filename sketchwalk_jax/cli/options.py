@@ -1,4 +1,4 @@
-"""Options that several commands share, and the objects that they describe."""
+"""Defines options that several commands share, and makes the objects they describe."""
 
 import abc
 import ast
@@ -46,20 +46,20 @@ from sketchwalk_jax.validation import DTYPES, check_choice
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
 
 AUTO = "auto"
-"""Sketchwalk from the length on from which it was measured to pay, and dense below (`Auto`)."""
+"""`Auto`: sketchwalk from the length on at which it was measured to pay, dense below."""
 
 _GENERATION_CONFIG = "generation_config.json"
-# Options that draw from the distribution: giving one of them turns drawing on.
+# Options of random sampling: giving one of them turns sampling on.
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def option(
     spec: str, help: str, panel: str | None = None, default: str | bool = True, **checks: Any
 ) -> Any:
-    """An option, for an annotation: `--tokens N` with a value, `--json` without.
+    """Makes an option for an annotation: `--tokens N` with a value, `--json` without.
 
-    It takes `min` and `max`, or a `callback`. Help shows `default`, or Python's own where that is
-    True.
+    It takes `min` and `max`, or a `callback`. Help shows `default`, or the Python default if that
+    is True.
     """
     name, _, metavar = spec.partition(" ")
     return typer.Option(
@@ -71,7 +71,7 @@ flag = option
 
 
 def field(spec: str, help: str, *panel_and_default: Any, value: Any = None, **checks: Any) -> Any:
-    """An `option` that is the default of a command's field, and its value where it is not given."""
+    """Makes an `option` as the default of a command's field, with its value if not given."""
     found = option(spec, help, *panel_and_default, **checks)
     found.param_decls, found.default = (found.default,), value if " " in spec else False
     return found
@@ -155,7 +155,7 @@ class Command(abc.ABC):
         sharding: Placement | None,
         **running: Any,
     ) -> LanguageModel:
-        """The model with a tokenizer, a policy and more fields of `LanguageModel`."""
+        """Loads the model with a tokenizer, a policy and more fields of `LanguageModel`."""
         params, config = load_model(directory, dtype, weights=self.weights, sharding=sharding)
         return LanguageModel(
             params=params, model_config=config, tokenizer=tokenizer, policy=policy, **running
@@ -253,11 +253,11 @@ def make_policy(
     density: float | None,
     fields: Sequence[str] | None = None,
 ) -> Policy:
-    """The policy that the options name; for `auto`, the sketchwalk policy that it may choose.
+    """Makes the policy that the options name; for `auto`, the sketchwalk policy it may choose.
 
     MInference and FlexPrefill keep their published settings here; `set_density` calibrates them.
     An option that the policy does not use is checked and then ignored with a warning, so that one
-    command line serves to compare policies.
+    command line can compare policies.
 
     Raises:
       UsageError: If a name is unknown or a value is out of range.
@@ -292,7 +292,7 @@ def make_policy(
 
 
 def take_plan(config: Policy, fields: Sequence[str] | None, plan: Plan | None) -> Policy:
-    """The policy, with the model's plan if it is the recommended one.
+    """Adds the model's plan to the recommended policy; returns other policies unchanged.
 
     `--set plan=None` leaves the plan out.
     """
@@ -300,10 +300,10 @@ def take_plan(config: Policy, fields: Sequence[str] | None, plan: Plan | None) -
 
 
 def parse_fields(given: Sequence[str] | None) -> dict[str, Any]:
-    """Values of fields from `FIELD=VALUE`: Python's literals; anything else is a string.
+    """Parses `FIELD=VALUE` into fields: Python literals; anything else is a string.
 
     Raises:
-      UsageError: If there is no `=`, or a plan is given, which has a file of its own.
+      UsageError: If there is no `=`, or a plan is given, which belongs in its own file.
     """
     chosen = dict[str, Any]()
     for one in given or ():
@@ -323,7 +323,7 @@ def parse_fields(given: Sequence[str] | None) -> dict[str, Any]:
 
 
 def check_model(model: Path | None) -> Path:
-    """The path of the checkpoint, downloaded if necessary; of the bundled model by default.
+    """Returns the path of the checkpoint, downloaded if necessary; by default the bundled model.
 
     Raises:
       UsageError: If it does not exist, or is a GGUF file and the package `gguf` is missing.
@@ -344,7 +344,7 @@ def check_model(model: Path | None) -> Path:
 
 
 def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
-    """The dtype given, or the default: float32 on CPUs, which compute narrower types slowly.
+    """Returns the given dtype, or the default: float32 on CPUs, which are slow in 16 bits.
 
     Raises:
       UsageError: If it is unknown.
@@ -357,7 +357,7 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
 
 
 def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
-    """Raises a `UsageError` for more tokens than the model's context has."""
+    """Raises a `UsageError` for more tokens than the model's context."""
     longest = model_config.context_length
     if tokens > longest:
         raise UsageError(
@@ -366,7 +366,7 @@ def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 0, gap: int = 2) -> str:
-    """A table of text: the first columns, `left` of them, to the left, the others to the right."""
+    """Formats a text table: the first `left` columns aligned left, the others right."""
     columns = []
     for index, column in enumerate(itertools.zip_longest(*rows, fillvalue="")):
         width, put = max(map(len, column)), str.ljust if index < left else str.rjust
@@ -385,7 +385,7 @@ def make_placement(
       *policies: The policies that will run there.
 
     Raises:
-      UsageError: If it is no mesh, or the model, a policy or this machine does not suit it.
+      UsageError: If it is no mesh, or does not fit the model, a policy or this machine.
     """
     if mesh is None:
         return None
@@ -416,10 +416,10 @@ def make_placement(
 def load_model(directory: Path, dtype: str, **given: Any) -> tuple[Params, ModelConfig]:
     """Loads a model with more arguments of `load`, and shows progress.
 
-    From here on, compiled programs are kept for later runs.
+    Also turns on the cache of compiled programs for later runs.
     """
     keep_compiled_programs()
-    # Orbax reads everything in one call, without steps for a bar.
+    # Orbax reads everything in one call, so a bar would have no steps.
     is_one_call = (directory / SAVED_CONFIG_FILE).exists()
     with elapsed("loading") if is_one_call else contextlib.nullcontext():
         found = load(directory, dtype=dtype, progress=not is_one_call, **given)
@@ -427,9 +427,9 @@ def load_model(directory: Path, dtype: str, **given: Any) -> tuple[Params, Model
 
 
 def checkpoint_settings(directory: Path) -> dict[str, Any]:
-    """The sampling settings of `generation_config.json`, empty if it names none.
+    """Reads the sampling settings of `generation_config.json`, empty if it names none.
 
-    Without `do_sample` in it, tokens are not drawn: only its repetition penalty counts.
+    Without `do_sample` in it, decoding is greedy: only its repetition penalty counts.
 
     Raises:
       FileNotFoundError: If there is no such file.
@@ -455,11 +455,11 @@ def checkpoint_settings(directory: Path) -> dict[str, Any]:
 
 
 def make_sampling(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sampling:
-    """The settings: options that were given, then `defaults`, then greedy.
+    """Makes the settings from given options, then `defaults`, then greedy decoding.
 
     Args:
-      values: Value of every option of `Sampling`, `None` where it was not given.
-      defaults: Settings of the checkpoint, if they were asked for.
+      values: Value of every option of `Sampling`, `None` if not given.
+      defaults: Settings of the checkpoint, if requested.
 
     Raises:
       UsageError: If an option is out of range.
@@ -485,8 +485,8 @@ def prepare(
 ) -> tuple[ModelConfig, Policy, str, Sampling]:
     """Checks the options of a run, before anything large is read.
 
-    Options are as `make_policy`, `choose_dtype` and `make_sampling` take them; with
-    `generation_config` the checkpoint's own settings of drawing hold where none is given.
+    Options are the arguments of `make_policy`, `choose_dtype` and `make_sampling`; with
+    `generation_config`, the checkpoint's sampling settings replace options that are not given.
 
     Returns:
       The model's configuration, the policy with the model's plan, the dtype, and the sampling.
@@ -505,10 +505,10 @@ def prepare(
 
 
 def set_density(lm: LanguageModel, density: float | None, *, num_tokens: int) -> LanguageModel:
-    """The model, its policy calibrated to a density on plain English of the prompt's length.
+    """Calibrates the model's policy to a density on plain English of the prompt's length.
 
-    The setting that was found goes to standard error. Only MInference and FlexPrefill are
-    calibrated; other policies stay as they are, and all of them without a density.
+    The setting found is printed to standard error. Only MInference and FlexPrefill are calibrated;
+    other policies, and all policies without a density, stay unchanged.
     """
     if density is None or not isinstance(lm.policy, PrefillPolicy):
         return lm

@@ -1,4 +1,4 @@
-"""The prompt: where it comes from, byte for byte, and its tokens."""
+"""Reads the prompt byte for byte, and encodes it."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ def check_one_source(prompt: str | None, prompt_file: Path | None) -> None:
 
 
 def read_source(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt exactly as it stands: nothing is stripped and no line end is translated.
+    """Reads the prompt exactly: nothing is stripped and no line end is translated.
 
     Raises:
       ValueError: If it is empty or not UTF-8.
@@ -48,7 +48,7 @@ def read_source(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def open_tokenizer(directory: Path) -> Any:
-    """The checkpoint's tokenizer, with a sign of life.
+    """Loads the checkpoint's tokenizer, and shows that it is loading.
 
     Raises:
       ValueError: If there is none, or its files are damaged.
@@ -65,11 +65,11 @@ def open_tokenizer(directory: Path) -> Any:
 
 
 def check_size(text: str, tokenizer: Any, *, model_config: ModelConfig) -> None:
-    """Raises a `ValueError` for a text far longer than the context, before it is cut into tokens.
+    """Raises a `ValueError` for a text far longer than the context, before encoding all of it.
 
-    Cutting a text of ten megabytes takes a quarter of a minute of a core and two gigabytes. Text is
-    far longer where tokens as long as the longest would be four times as many, or where its
-    beginning alone has twice as many tokens: of a long text not much more than that is cut.
+    Encoding ten megabytes takes a core 15 s and two gigabytes of memory. A text counts as far
+    longer if even tokens as long as the longest one would be four times too many, or if its
+    beginning alone has twice as many tokens as the context: not much more than that is encoded.
     """
     from sketchwalk_jax.text.tokenizer import encode
 
@@ -93,7 +93,7 @@ def check_size(text: str, tokenizer: Any, *, model_config: ModelConfig) -> None:
 def tokenize(
     tokenizer: Any, text: str, *, is_chat: bool, system: str | None, **template_arguments: Any
 ) -> Int[np.ndarray, "T"]:
-    """The prompt's tokens: as plain text, or as the user's turn of a conversation.
+    """Encodes the prompt as plain text, or as the user's turn of a conversation.
 
     Raises:
       ValueError: If there is no chat template, the template refuses the messages, or the text
@@ -117,7 +117,7 @@ def tokenize(
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """Raises a `ValueError` for the tokenizer of a base model, which cannot be talked with."""
+    """Raises a `ValueError` for the tokenizer of a base model, which has no chat template."""
     if not tokenizer.chat_template:
         raise ValueError(
             "--model must be an instruction model: the checkpoint has no chat template, as base "

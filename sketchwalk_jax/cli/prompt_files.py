@@ -1,7 +1,7 @@
-"""Many prompts from a JSON-lines file, and their texts in another that grows line by line.
+"""Reads many prompts from a JSON-lines file, and adds their texts to another line by line.
 
 Every line is written whole: a run that is killed loses at most its current batch. A second file
-holds the settings that the texts depend on; a run with other settings is not continued.
+holds the settings of the texts; a run with other settings cannot continue them.
 """
 
 import concurrent.futures
@@ -34,9 +34,9 @@ class Entry:
     """One line of the prompts.
 
     Attributes:
-      content: What the line holds, as JSON has it.
+      content: The line's JSON value.
       tokens: The tokens of its prompt, int32.
-      is_chat: Whether the prompt is a conversation, and its text the answer.
+      is_chat: Whether the prompt is a conversation, and its text an answer.
     """
 
     content: Any
@@ -55,18 +55,18 @@ def read_prompts(
 ) -> list[Entry]:
     """Reads all prompts: each line a string, or an object with `"prompt"` or `"messages"`.
 
-    An object may have `"tools"` for the chat template; what else it has is only kept.
+    An object may have `"tools"` for the chat template; other keys are kept unused.
 
     Args:
-      path: The file, UTF-8; empty lines are passed over.
-      tokenizer: The model's.
+      path: The file, UTF-8; empty lines are skipped.
+      tokenizer: The model's tokenizer.
       is_chat: Whether prompts are the user's turn in the chat template; messages always are.
       system: System message before prompts.
-      model_config: The model, whose context they must fit into.
-      max_new_tokens: Room that they leave.
+      model_config: The model; prompts must fit into its context.
+      max_new_tokens: Tokens of the context to leave free.
 
     Raises:
-      ValueError: If a line is something else or does not fit, with its number; or if there is none.
+      ValueError: If a line is invalid or does not fit, with its number; or if there is no prompt.
       OSError: If the file cannot be read.
     """
     entries = []
@@ -108,7 +108,7 @@ def _tokens_of(
 
 
 def _tools_of(given: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The tools that a line offers the model, as arguments of the chat template."""
+    """Returns a line's tools as arguments of the chat template."""
     tools = given.get("tools")
     if not tools and isinstance(tools, list | None):
         return {}
@@ -125,8 +125,8 @@ class TextsFile:
     Attributes:
       path: The file.
       entries: All prompts.
-      missing: Indices of those that had no text when the file was opened.
-      num_texts: Texts that it holds.
+      missing: Indices of entries without a text when the file was opened.
+      num_texts: Number of texts in the file.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class TextsFile:
         Args:
           path: The file; its folder must exist.
           entries: All prompts.
-          settings: What else its texts depend on, as JSON.
-          overwrite: Whether to start afresh where there is a file.
+          settings: Everything else that the texts depend on, as JSON.
+          overwrite: Whether to replace an existing file.
 
         Raises:
-          ValueError: If the file is of other prompts or settings, or damaged.
+          ValueError: If the file has other prompts or settings, or is damaged.
           OSError: If it cannot be read or written.
         """
         self.path, self.entries = path, entries
@@ -193,7 +193,7 @@ class TextsFile:
             )
 
     def _read(self) -> set[int]:
-        """The indices of the texts that are there; half a line at the end is cut off."""
+        """Reads the indices of the finished texts, and cuts off an incomplete last line."""
         lines, done = self.path.read_bytes().splitlines(keepends=True), set[int]()
         if lines and not lines[-1].endswith(b"\n"):
             os.truncate(self.path, sum(map(len, lines[:-1])))
@@ -213,7 +213,7 @@ class TextsFile:
         return done
 
     def add(self, index: int, found: Completion) -> None:
-        """Writes a text, in a line of its own, to the operating system."""
+        """Writes a text as one line, and flushes it to the operating system."""
         content = {"index": index, "input": self.entries[index].content}
         line = json.dumps(content | rounded(dataclasses.asdict(found)), ensure_ascii=False)
         with self.path.open("ab") as file:
@@ -229,23 +229,22 @@ class TextsFile:
 
 
 def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, floats to four places."""
+    """Rounds floats to four places."""
     return {name: round(x, 4) if isinstance(x, float) else x for name, x in values.items()}
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replaces a file by a complete one, or leaves it as it is."""
+    """Replaces a file by a complete one, or leaves it unchanged."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", newline="")
     os.replace(partial, path)
 
 
 def _run_until_stopped(work: Callable[[], None], say: Callable[[], None]) -> None:
-    """Runs `work`, and calls `say` where an error or an interrupt ends it.
+    """Runs `work`, and calls `say` if an error or an interrupt ends it.
 
-    In the process of the command line, where SIGINT ends all at once, `work` runs in a thread:
-    Python handles signals in the main thread, which would have to wait until JAX has computed a
-    batch.
+    If SIGINT ends the process at once, as on the command line, `work` runs in a thread: Python
+    handles signals in the main thread, which would wait until JAX has computed a batch.
     """
     is_at_once = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     try:
@@ -273,9 +272,9 @@ def complete_all(
     key: Key[Array, ""],
     batch_size: int | None,
 ) -> None:
-    """Writes the texts that are missing, in batches, and shows progress on standard error.
+    """Generates and writes the missing texts in batches, with progress on standard error.
 
-    Prompt `i` draws with `fold_in(key, i)`, so that a continued run draws what one run would.
+    Prompt `i` samples with `fold_in(key, i)`, so that a continued run gives the same texts.
     """
     total, before = len(texts.entries), texts.num_texts
     entries = [texts.entries[index] for index in texts.missing]

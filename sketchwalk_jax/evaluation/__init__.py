@@ -1,4 +1,4 @@
-"""Quality of a selection on any checkpoint: tasks, the runs that score them, and their report."""
+"""Measures how well a policy selects on any checkpoint: tasks, runs that score them, a report."""
 
 from sketchwalk_jax.calibration import Calibration, calibrate
 from sketchwalk_jax.evaluation.runner import evaluate, evaluate_model

@@ -1,9 +1,9 @@
-"""Rules of an evaluation that a model and held-out prompts set, before anything is scored.
+"""Fits the rules of an evaluation to a model before anything is scored.
 
-To compare policies at a density, those with a knob are calibrated (`calibration.py`) on prompts
-that no result counts, never on those that are scored, and the knob stays as it is for all of them.
-Where a density counts all layers, that of other policies is set by their budgets. Adamas gets the
-thresholds of the model's own keys.
+To compare policies at one density, policies with a threshold are calibrated (`calibration.py`) on
+held-out prompts, never on scored ones; the threshold is then the same for all scored prompts. If a
+density counts all layers, the budgets of the other policies are set to reach it. Adamas gets
+quantisation thresholds fitted to the model's keys.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from sketchwalk_jax.validation import check_number
 
 PyTree = Any
 
-_DECODED = 64  # positions that stand for those of decoded tokens
+_DECODED = 64  # query positions counted as decoded tokens
 _STEPS = 10_000  # densities are set to four decimals
-_TOO_MUCH = 0.05  # share of a density by which a rule over all layers may be above it
+_TOO_MUCH = 0.05  # relative excess over a density that a rule over all layers may have
 
 
 def held_out_prompts(
@@ -44,7 +44,7 @@ def held_out_prompts(
     seed: int = 0,
     wording: str = "plain",
 ) -> tuple[Int[np.ndarray, "P T"], Int[np.ndarray, "P"]]:
-    """One prompt of each task that no evaluation with a seed below 2^32 scores.
+    """Draws one prompt of each task that no evaluation with a seed below 2^32 scores.
 
     Args:
       text: Text to hide facts in.
@@ -55,7 +55,7 @@ def held_out_prompts(
       wording: As in `draw_samples`.
 
     Returns:
-      Tokens, right-padded, and lengths, as `calibrate` takes them.
+      Right-padded tokens and their lengths, the arguments of `calibrate`.
 
     Raises:
       ValueError: If `num_tokens` leaves no room for a task.
@@ -69,7 +69,7 @@ def held_out_prompts(
 
 
 def is_set_by_model(rule: Rule) -> bool:
-    """Whether a rule is calibrated to a density, or has thresholds to be fitted."""
+    """Whether a rule must be calibrated to a density, or its thresholds fitted to the model."""
     return rule.is_calibrated or rule.is_fitted or isinstance(rule.make(), AdamasConfig)
 
 
@@ -79,8 +79,8 @@ class FittedDensity:
 
     Attributes:
       policy: The policy with its density set.
-      density: What that gives, mean over all layers.
-      least: The least that the policy can give.
+      density: The resulting density, mean over all layers.
+      least: Lowest density that the policy can reach.
     """
 
     policy: Policy
@@ -91,23 +91,23 @@ class FittedDensity:
 def layers_density(
     policy: Policy, model_config: ModelConfig, *, num_tokens: int, phase: str
 ) -> float:
-    """The density that a budget gives, mean over all layers, whatever the prompt says.
+    """Computes the mean density over all layers from a policy's budget, for any prompt.
 
-    Row `i` keeps `budget[i]` units, all of its own among them. With `n` dense layers of `L`, and
-    mean density `s` of the others, it is `(n + (L - n) s) / L`. A policy with a plan has a budget
-    for each of these.
+    Query block `i` keeps `budget[i]` blocks, its own included. With `n` dense layers of `L` and
+    mean density `s` of the others, the density is `(n + (L - n) s) / L`. A policy with a plan has a
+    budget for each sparse layer.
 
     Args:
       policy: The policy.
       model_config: The model.
       num_tokens: Tokens of a prompt.
-      phase: `"prefill"` for all of its tokens as queries, `"decode"` for the last 64 of them.
+      phase: `"prefill"` counts all tokens as queries, `"decode"` the last 64.
 
     Returns:
-      Attended over causal pairs.
+      Attended pairs over causal pairs.
 
     Raises:
-      ValueError: If the policy has no budget that its density sets.
+      ValueError: If the policy's density sets no budget.
     """
     budget: Any = getattr(policy, "budget", None)
     if budget is None or not takes_density(policy):
@@ -134,9 +134,9 @@ def fit_density(
     num_tokens: int,
     phase: str,
 ) -> FittedDensity:
-    """Finds the `density` of a policy whose mean over all layers is a given one, by bisection.
+    """Finds by bisection the `density` of a policy whose mean over all layers is the given one.
 
-    The budget of such a policy depends on positions alone, so that no prompt has to be read.
+    The budget depends on positions alone, so no prompt is read.
 
     Args:
       policy: The policy.
@@ -146,10 +146,10 @@ def fit_density(
       phase: As there.
 
     Returns:
-      The policy, and what it gives: the least density above what is asked for if even that is more.
+      The policy and its mean density; its lowest density if even this exceeds the request.
 
     Raises:
-      ValueError: If the density is out of range, or the policy has no budget that it sets.
+      ValueError: If the density is out of range, or sets no budget of the policy.
 
     Example:
       >>> found = fit_density(SketchWalkConfig.paper(), model_config, density=0.2,
@@ -177,11 +177,11 @@ def fit_density(
 
 @dataclasses.dataclass(frozen=True)
 class SetRule:
-    """A rule as it is run.
+    """A rule with its fitted fields.
 
     Attributes:
       policy: The policy with its fields set.
-      settings: These fields, as rows have them.
+      settings: The fitted fields, as rows store them.
     """
 
     policy: Policy
@@ -189,7 +189,7 @@ class SetRule:
 
     @classmethod
     def before(cls, rule: Rule, settings: Mapping[str, Any]) -> Self:
-        """A rule that an earlier call set, as its rows say: with lists for tuples."""
+        """Restores a rule from the settings in its rows, in which JSON made lists of tuples."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in settings.items()
@@ -199,10 +199,10 @@ class SetRule:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfReach:
-    """A rule that is not run, because it cannot be as sparse as it should be.
+    """A rule that is not run because it cannot reach its density.
 
     Attributes:
-      least: Its least density, mean over the layers that count.
+      least: Lowest density it can reach, mean over the counted layers.
     """
 
     least: float
@@ -222,10 +222,10 @@ def set_rules(
     wording: str = "plain",
     before: Callable[[str], object] = str,
 ) -> dict[Rule, SetRule | OutOfReach]:
-    """Sets rules to their density, and the thresholds of Adamas, at one length.
+    """Fits rules to their density, and the thresholds of Adamas to the keys, at one length.
 
     Args:
-      rules: Rules, of which those that need no setting are passed over.
+      rules: Rules; those without anything to fit are skipped.
       params: Parameter tree.
       model_config: The model.
       text: As in `held_out_prompts`.
@@ -235,10 +235,10 @@ def set_rules(
       batch: Most prompts at a time.
       seed: Seed of the evaluation.
       wording: As in `held_out_prompts`.
-      before: Is told what is done next.
+      before: Callback that receives a description of the next step.
 
     Returns:
-      What was found for each rule that needs it.
+      The fitted rule, or why it is left out, for each rule that needs fitting.
     """
     rules = sorted(filter(is_set_by_model, rules), key=lambda rule: (str(rule), str(rule.phases)))
     read = [rule for rule in rules if isinstance(rule.make(), PrefillPolicy | AdamasConfig)]
@@ -252,7 +252,7 @@ def set_rules(
     for rule in read:
         before(f"calibrating {rule}, {num_tokens} tokens")
         if rule.policy == "adamas":
-            # Its density is set first, where that is to be set.
+            # Fit the density first: the thresholds are fitted to the policy at this density.
             one = fit(rule) if rule.is_fitted else SetRule(rule.make(), {})
             if isinstance(one, SetRule):
                 tokens, lengths = (x[:size] for x in prompts)
@@ -264,7 +264,7 @@ def set_rules(
 
 
 def _fit(rule: Rule, *, model_config: ModelConfig, num_tokens: int) -> SetRule | OutOfReach:
-    """Sets the field `density` of a rule by its budget."""
+    """Fits the field `density` of a rule through its budget."""
     assert rule.density is not None and rule.phases is not None
     found = fit_density(
         rule.make(),
@@ -285,7 +285,7 @@ def _set_thresholds(
     lengths: Int[np.ndarray, "P"],
     model_config: ModelConfig,
 ) -> SetRule:
-    """Sets the thresholds of Adamas."""
+    """Fits the quantisation thresholds of Adamas to the model's keys."""
     assert isinstance(rule.policy, AdamasConfig)
     policy = fit_thresholds(params, tokens, lengths, policy=rule.policy, model_config=model_config)
     return SetRule(policy, rule.settings | {"thresholds": list(policy.thresholds)})
@@ -300,13 +300,13 @@ def _set_knob(
     *,
     batch: int,
 ) -> SetRule | OutOfReach:
-    """Sets the knob of a rule to its density."""
+    """Calibrates the threshold of a rule to its density."""
     policy = rule.make()
     assert isinstance(policy, PrefillPolicy) and rule.density is not None
     is_whole = rule.over == "all_layers"
     dense_share = 1 - len(sparse_layers(model_config, policy)) / model_config.num_layers
     if is_whole and dense_share >= rule.density:
-        return OutOfReach(dense_share)  # no knob can mend that: nothing is tried
+        return OutOfReach(dense_share)  # the dense layers alone exceed it: no threshold can help
     found = calibrate(
         params,
         tokens,

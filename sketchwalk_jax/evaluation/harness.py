@@ -1,11 +1,11 @@
-r"""The lm-evaluation-harness on this package's models: every policy, phase and density.
+r"""Runs the lm-evaluation-harness on this package's models: every policy, phase and density.
 
     pip install "sketchwalk-jax[eval]"
     python -m sketchwalk_jax.evaluation.harness run --model sketchwalk \
         --model_args pretrained=DIR,policy=quest,density=0.2 --tasks niah_single_1
 
-The second command is the harness's own command line, `lm-eval`, which knows this model after it.
-From Python: `lm_eval.simple_evaluate(model=SketchWalkLM("DIR", policy="quest"), tasks=[...])`.
+The second command runs the harness's command line, `lm-eval`, with this model registered. From
+Python: `lm_eval.simple_evaluate(model=SketchWalkLM("DIR", policy="quest"), tasks=[...])`.
 """
 
 import dataclasses
@@ -51,25 +51,25 @@ PyTree = Any
 TRUNCATIONS = ("left", "middle")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _MAX_TOKENS_OF_KEYS = 8192  # quartiles of keys depend little on the length
-_TARGETS = 256  # tokens of a sequence whose logits exist at a time
+_TARGETS = 256  # tokens of a sequence whose logits are in memory at a time
 _log = logging.getLogger(__name__)
 
 
 @register_model("sketchwalk")
 class SketchWalkLM(TemplateLM):
-    """A checkpoint with a policy, as the harness wants it.
+    """A checkpoint with a policy, behind the harness's model interface.
 
-    Text is generated with `make_generate`: the prompt is prefill, what is generated is decode, and
-    `phase` says which of them is sparse. Log-likelihoods are taken from one pass over context and
-    continuation, which is prefill alone; a policy that is dense there is refused.
+    `make_generate` generates text: the prompt is prefilled, the answer decoded, and `phase` says
+    which of the two is sparse. Log-likelihoods come from one prefill of context and continuation; a
+    policy that is dense in prefill is refused there.
 
     Attributes:
       params: Parameter tree.
       model_config: The model.
-      policy: The policy that runs, its knob or thresholds set.
-      tokenizer: The checkpoint's.
-      max_length: Most tokens of a prompt together with what is generated.
-      max_gen_toks: Most tokens to generate where a task does not say.
+      policy: The policy that runs, its thresholds set.
+      tokenizer: The checkpoint's tokenizer.
+      max_length: Most tokens of prompt and answer together.
+      max_gen_toks: Most tokens to generate, unless a task sets its own limit.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SketchWalkLM(TemplateLM):
         device: str | None = None,
         **fields: Any,
     ) -> None:
-        """Loads the checkpoint, and sets the policy to its density where that takes a model.
+        """Loads the checkpoint, and calibrates the policy to its density if it needs the model.
 
         The arguments are the harness's `model_args`.
 
@@ -102,24 +102,24 @@ class SketchWalkLM(TemplateLM):
           tokenizer: Directory or GGUF file of another tokenizer.
           policy: One of `sketchwalk_jax.policies.POLICIES`.
           preset: Preset of the `sketchwalk` policy; `recommended` takes the checkpoint's plan.
-          density: Density to select at. MInference and FlexPrefill, which have none of their own,
-            are calibrated to it on held-out prompts, never on a task's; without it they run as
+          density: Density to select at. MInference and FlexPrefill, which have no such field, are
+            calibrated to it on held-out prompts, never on a task's; without it they run as
             published.
-          phase: Where selection is sparse: `"both"`, `"prefill"` or `"decode"`.
+          phase: Phase in which selection is sparse: `"both"`, `"prefill"` or `"decode"`.
           dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
           batch_size: Prompts at a time.
           max_length: Most tokens of prompt and answer; the model's context by default.
-          max_gen_toks: Most tokens to generate where a task does not say.
-          truncation: What longer prompts lose: their beginning (`"left"`) or their `"middle"`, as
-            LongBench has it.
+          max_gen_toks: Most tokens to generate, unless a task sets its own limit.
+          truncation: The part that longer prompts lose: their beginning (`"left"`) or their
+            `"middle"`, as in LongBench.
           chunk_size: Tokens that prefill processes at a time.
           implementation: Attention implementation, or `None` to choose.
-          calibration_tokens: Length of the prompts that policies are set on, from a text of 455,000
+          calibration_tokens: Length of the prompts for calibration, from a text of 455,000
             characters; `max_length` by default.
-          seed: Seed of what is drawn.
-          device: Of no effect, and always given by the harness: `JAX_PLATFORMS` sets it.
-          **fields: Further fields of the policy, such as `block_size`. Without `thresholds`, those
-            of Adamas are fitted to the model's keys.
+          seed: Seed of sampling.
+          device: Ignored: the harness always passes it, but `JAX_PLATFORMS` chooses the device.
+          **fields: Further fields of the policy, such as `block_size`. If `thresholds` of Adamas
+            are not given, they are fitted to the model's keys.
 
         Raises:
           ValueError: For arguments that do not fit the policy, the checkpoint or their range.
@@ -132,7 +132,7 @@ class SketchWalkLM(TemplateLM):
         own = None if has_knob(by_name(policy, preset=preset)) else density
         self.policy = by_name(policy, preset=preset, density=own, **fields)
         if dtype is None and jax.default_backend() == "cpu":
-            dtype = "float32"  # CPUs compute the narrow types slowly
+            dtype = "float32"  # CPUs are slow in 16 bits
         self.tokenizer = load_tokenizer(tokenizer or pretrained)
         self.params, self.model_config = load(pretrained, dtype=dtype)
         if "plan" not in fields:
@@ -154,11 +154,11 @@ class SketchWalkLM(TemplateLM):
         self.reset_density()
 
     def _set_by_model(self, density: float | None, *, num_tokens: int) -> None:
-        """Sets a knob to a density, or the thresholds of Adamas, on prompts that no harness has.
+        """Calibrates the policy to a density, or fits Adamas, on prompts that no task has.
 
-        A knob is set on two of one length, English text and a question about codes hidden in such
-        text: what is kept of one that ends in a question is more. Thresholds take the text alone,
-        of which they need no more than 8,192 tokens.
+        Calibration takes two prompts of one length: English text, and a question about codes hidden
+        in such text, because policies keep more of a prompt that ends in a question. The thresholds
+        of Adamas take the text alone, at most 8,192 tokens.
         """
         policy, text = self.policy, read_text()
         if isinstance(policy, AdamasConfig):
@@ -192,7 +192,7 @@ class SketchWalkLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Starts a text without context: the beginning-of-sequence token, or the end token."""
+        """The token before a text without context: beginning-of-sequence, else end-of-sequence."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -204,7 +204,7 @@ class SketchWalkLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Tokens of a text; by default with the tokenizer's own special ones, never twice."""
+        """Encodes a text; adds the tokenizer's special tokens by default, never twice."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
@@ -213,7 +213,7 @@ class SketchWalkLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, by the checkpoint's template."""
+        """Renders a conversation with the checkpoint's template."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -222,7 +222,7 @@ class SketchWalkLM(TemplateLM):
         )
 
     def reset_density(self) -> None:
-        """Counts pairs from here on."""
+        """Restarts the count of attended pairs."""
         zeros = np.zeros(self.model_config.num_layers)
         self._pairs = {phase: (zeros, 0.0) for phase in ("prefill", "decode")}
 
@@ -233,7 +233,7 @@ class SketchWalkLM(TemplateLM):
             self._pairs[phase] = attended + pairs.sum(1), causal + float(new.sum())
 
     def measured_density(self) -> dict[str, dict[str, float]]:
-        """Attended over causal pairs since `reset_density`, by phase, in sparse and all layers."""
+        """Returns the density since `reset_density`, by phase, for sparse and all layers."""
         sparse = list(sparse_layers(self.model_config, self.policy))
         found = {}
         for phase, (attended, causal) in self._pairs.items():
@@ -245,7 +245,7 @@ class SketchWalkLM(TemplateLM):
         return found
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts that the harness writes into its results, besides `model_args`."""
+        """Facts that the harness writes into its results in addition to `model_args`."""
         return {
             "policy": type(self.policy).__name__,
             "policy_fields": changed_fields(self.policy),
@@ -257,14 +257,14 @@ class SketchWalkLM(TemplateLM):
         """Continues prompts up to stop strings, end tokens, or `max_gen_toks`.
 
         Args:
-          requests: The harness's, of `(context, gen_kwargs)`.
-          disable_tqdm: Whether to show no progress.
+          requests: Requests with arguments `(context, gen_kwargs)`.
+          disable_tqdm: Whether to hide the progress bar.
 
         Returns:
-          What was generated, cut before the first stop string.
+          The generated texts, cut before the first stop string.
 
         Raises:
-          ValueError: For options of generation that have no meaning here.
+          ValueError: For generation options that are not supported.
         """
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         options = [
@@ -355,17 +355,17 @@ class SketchWalkLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, in windows of `max_length` tokens.
+        """Computes log-likelihoods of whole texts, in windows of `max_length` tokens.
 
         Args:
-          requests: The harness's, of `(text,)`.
-          disable_tqdm: Whether to show no progress.
+          requests: Requests with arguments `(text,)`.
+          disable_tqdm: Whether to hide the progress bar.
 
         Returns:
           One sum in nats for each text.
 
         Raises:
-          NotImplementedError: If the policy is dense where text is read.
+          NotImplementedError: If the policy is dense in prefill.
         """
         sums = []
         for request in requests:
@@ -401,10 +401,10 @@ class GenerationOptions:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> "GenerationOptions":
-        """From the harness's options, normalised by it.
+        """Reads the harness's options, already normalised.
 
         Raises:
-          ValueError: For one that has no meaning here.
+          ValueError: For an option that is not supported.
         """
         rest = dict(options)
         until, count = rest.pop("until"), rest.pop("max_gen_toks")
@@ -423,14 +423,14 @@ class GenerationOptions:
         return cls(count, tuple(until), tuple(sorted(given.items())))
 
     def cut(self, text: str) -> str:
-        """The text before the first of the strings that end it."""
+        """Cuts a text before the first stop string."""
         for stop in filter(None, self.until):
             text = text.split(stop)[0]
         return text
 
 
 def batches(places: Sequence[int], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Batches of places; and the same filled up with the last one, so that all have one size.
+    """Yields batches of indices, and each batch padded to `size` by repeating its last index.
 
     Example:
       >>> list(batches([4, 7, 1], 2))
@@ -449,17 +449,17 @@ def score_continuations(
     *,
     settings: Settings,
 ) -> tuple[list[float], list[bool], Density]:
-    """Log-likelihoods of the last tokens of sequences, each given all before it.
+    """Computes log-likelihoods of the last tokens of sequences, each given all tokens before it.
 
     Args:
       params: Parameter tree.
-      tokens: The sequences but their last token, right-padded.
+      tokens: The sequences without their last token, right-padded.
       lengths: Tokens of each.
-      continuations: What is scored, the last token included.
-      settings: Model and policy. All is read at once, so that only prefill is sparse.
+      continuations: The tokens to score, the last one included.
+      settings: Model and policy. Everything is prefilled, so only prefill is sparse.
 
     Returns:
-      Sums in nats, whether every token is the likeliest, and the density of the reading.
+      Sums in nats, whether every token is the likeliest, and the attended pairs of the prefill.
     """
     targets, counts = pad_right(continuations)
     room = bucket_length(targets.shape[1], multiple=16)

@@ -1,8 +1,8 @@
-"""Long decoding: a text read, its last 512 tokens fed one by one, beside dense attention.
+"""Long decoding: prefills a text, feeds its last 512 tokens one by one, compares with dense.
 
-Dense attention and a policy step side by side through the same tokens in one program, each with a
-cache of its own, so that their distributions are compared where they arise: 512 rows of the
-logits of a large vocabulary would be hundreds of megabytes for each prompt.
+One program steps dense attention and a policy through the same tokens, each with its own cache, and
+compares their distributions after every token: storing 512 rows of logits would take hundreds of
+megabytes per prompt for a large vocabulary.
 """
 
 from functools import partial
@@ -26,14 +26,14 @@ PyTree = Any
 def read_program(
     params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], *, settings: Settings
 ) -> Cache:
-    """Reads texts into a new cache of `T` tokens."""
+    """Prefills texts into a new cache of `T` tokens."""
     return read_into_new_cache(params, tokens, lengths, settings=settings)[1]
 
 
 def compare_logits(
     exact: Float[Array, "N V"], logits: Float[Array, "N V"], target: Int[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"], Bool[Array, "N"]]:
-    """Compares a distribution `q` over the next token with another one, `p`.
+    """Compares a distribution `q` over the next token with a reference distribution `p`.
 
         loss = -log q[target],   KL(p ‖ q) = Σ_v p[v] (log p[v] - log q[v])
 
@@ -43,7 +43,7 @@ def compare_logits(
       target: The next tokens.
 
     Returns:
-      Losses and divergences in nats, and whether the likeliest tokens are the same.
+      Losses and divergences in nats, and whether both have the same likeliest token.
     """
     wanted, found = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
     loss = -jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
@@ -61,9 +61,9 @@ def compare_program(
     plain: Settings,
     settings: Settings,
 ) -> tuple[Float[Array, "B V"], Float[Array, "B V"], Bool[Array, "B V"], Density]:
-    """Feeds the same tokens to dense attention and to a policy, and compares what they predict.
+    """Feeds the same tokens to dense attention and to a policy, and compares their predictions.
 
-    They are compared after every token but the last.
+    The comparison follows every token but the last.
 
     Args:
       params: Parameter tree.
@@ -74,9 +74,9 @@ def compare_program(
       settings: Model and policy.
 
     Returns:
-      Three values for each token after the first, `[B, U - 1]`: its loss `-log p` by the policy,
-      `KL(p_dense ‖ p_policy)` at its place, both in nats, and whether the likeliest token there is
-      that of dense attention. Then the pairs that the policy attended to.
+      Three values for each token after the first, `[B, U - 1]`: its loss `-log p` under the policy,
+      `KL(p_dense ‖ p_policy)` of the prediction, both in nats, and whether policy and dense
+      attention have the same likeliest token. Then the pairs that the policy attended to.
     """
     active = jnp.ones(tokens.shape[:1], bool)
 
@@ -95,7 +95,7 @@ def compare_program(
 
 
 def mean_over_tokens(*found: Any, count: int) -> Outcome:
-    """Means over tokens of what `compare_program` found, without rows that only fill the batch."""
+    """Averages the results of `compare_program` over tokens, without the batch's padding rows."""
     *values, density = jax.device_get(found)
     losses, divergences, agreements = (x.mean(axis=1, dtype=np.float64)[:count] for x in values)
     density = jax.tree.map(lambda x: x[..., :count], density)

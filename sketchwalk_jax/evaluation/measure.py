@@ -1,7 +1,7 @@
-"""A rule in its phases on one batch of prompts, with as few prefills as they need.
+"""Measures a rule in its phases on one batch of prompts, with as few prefills as possible.
 
-Each shape and policy has a program that prefills a cache, and one that decodes from it and leaves
-it as it was, so that one prefill serves several phases.
+Each shape and policy has a prefill program and a decode program. The decode program leaves the
+prefilled cache unchanged, so one prefill serves several phases.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class Prefilled:
     """Result of a prefill program.
 
     Attributes:
-      likeliest: The likeliest next token after each column asked for, int32 `[B, C]`.
-      losses: `-log p` of the right one, float32 `[B, C]`.
-      first: The likeliest next token after the last of these columns, int32 `[B]`.
+      likeliest: The likeliest next token after each requested column, int32 `[B, C]`.
+      losses: `-log p` of the right next token, float32 `[B, C]`.
+      first: The likeliest next token after the last column, int32 `[B]`.
       cache: Holds the prompts.
     """
 
@@ -70,9 +70,9 @@ class Decoded:
     """Result of a decode program.
 
     Attributes:
-      likeliest: The likeliest next token after each token that was fed, int32 `[B, U]`.
-      losses: `-log p` of the right one, float32 `[B, U]`.
-      density: Pairs attended to, of the prefill before as well.
+      likeliest: The likeliest next token after each fed token, int32 `[B, U]`.
+      losses: `-log p` of the right next token, float32 `[B, U]`.
+      density: Attended pairs, including the preceding prefill's.
     """
 
     likeliest: Int[Array, "B U"]
@@ -88,7 +88,7 @@ def _next_tokens(
     settings: Settings,
     columns_at_a_time: int | None,
 ) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
-    """The likeliest next tokens, and the loss of the right ones, nats."""
+    """Computes the likeliest next tokens, and the loss of the right ones in nats."""
 
     def one_column(column: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, target = column
@@ -98,7 +98,7 @@ def _next_tokens(
         loss = jax.nn.logsumexp(logits, axis=-1) - right
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), loss
 
-    # The logits of all columns would be large for a large vocabulary.
+    # A few columns at a time: all logits of a large vocabulary would take too much memory.
     columns = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
     found = jax.lax.map(one_column, columns, batch_size=columns_at_a_time)
     found = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), found)
@@ -116,16 +116,16 @@ def prefill_program(
     settings: Settings,
     columns_at_a_time: int | None = None,
 ) -> Prefilled:
-    """Reads prompts into a new cache, and scores the tokens after some columns.
+    """Prefills prompts into a new cache, and scores the tokens after some columns.
 
     Args:
       params: Parameter tree.
       tokens: Prompts, right-padded.
       lengths: Tokens of each.
-      columns: Columns whose next tokens are wanted.
-      targets: The right ones.
+      columns: Columns whose next tokens are predicted.
+      targets: The right next tokens.
       settings: Model and policy.
-      columns_at_a_time: Columns whose logits exist at a time; one by default.
+      columns_at_a_time: Columns whose logits are in memory at a time; one by default.
 
     Returns:
       Likeliest tokens and losses, and the cache.
@@ -149,9 +149,9 @@ def decode_program(
     *,
     settings: Settings,
 ) -> Decoded:
-    """Feeds `num_steps` tokens: `num_forced` of the continuation, then the likeliest ones.
+    """Feeds `num_steps` tokens: `num_forced` of the continuation, then the likeliest tokens.
 
-    `first` is the likeliest token after the prompt, for sequences that are forced nothing.
+    `first` is the likeliest token after the prompt, for sequences without forced tokens.
     """
     is_fed = jnp.arange(MAX_STEPS, dtype=jnp.int32)
 
@@ -181,7 +181,7 @@ def decode_program(
 
 
 def check_devices(params: PyTree, model_config: ModelConfig) -> None:
-    """Raises a `NotImplementedError` for parameters that lie where an evaluation cannot run."""
+    """Raises a `NotImplementedError` for parameters whose placement evaluations do not support."""
     devices = devices_of(params)
     if len(devices) > 1 and placement_of(params, model_config) is None:
         raise NotImplementedError(
@@ -198,11 +198,11 @@ def check_devices(params: PyTree, model_config: ModelConfig) -> None:
 class Measurement:
     """Measures rules on batches of prompts.
 
-    Where the question ends the prompt, everything is prefilled and the answer decoded; sparse
-    prefill is shared by the phases `prefill` (the answer decoded densely) and `both`. Where the
-    answer is among the tokens, `prefill` reads all of them and scores the answer's columns;
-    `decode` and `both` read what comes before the question and are fed the rest one by one. Dense
-    attention is measured as `prefill` is.
+    If the question ends the prompt, the prompt is prefilled and the answer decoded; the phases
+    `prefill` (the answer decoded densely) and `both` share one sparse prefill. If the tokens
+    contain the answer, `prefill` prefills all of them and scores the answer's columns; `decode` and
+    `both` prefill up to the question and are fed the rest one by one. Dense attention is measured
+    like `prefill`.
 
     Attributes:
       batch: Prompts at a time.
@@ -216,13 +216,13 @@ class Measurement:
         batch: int,
         policies: Mapping[Rule, Policy] | None = None,
     ) -> None:
-        """Compiles nothing yet.
+        """Stores the arguments; programs are compiled when first used.
 
         Args:
           params: Parameter tree, on one device or a mesh.
           model_config: The model.
           batch: Prompts at a time.
-          policies: Calibrated policies, of the rules that need it.
+          policies: Calibrated policies of the rules that need calibration.
         """
         self.batch = batch
         self._params, self._model_config = params, model_config
@@ -233,11 +233,11 @@ class Measurement:
         }
 
     def policy_of(self, rule: Rule) -> Policy:
-        """The policy of a rule, calibrated if it needs it."""
+        """Returns the policy of a rule, calibrated if the rule needs it."""
         return self._policies.get(rule) or rule.make()
 
     def dense_layers(self, rule: Rule) -> tuple[int, ...]:
-        """Layers in which a rule does not select; none for dense attention itself."""
+        """Layers in which a rule does not select; none for dense attention."""
         if rule == DENSE:
             return ()
         sparse = sparse_layers(self._model_config, self.policy_of(rule))
@@ -248,19 +248,19 @@ class Measurement:
         return Settings(model_config=self._model_config, **options)
 
     def _reading(self, rule: Rule, phase: str) -> Settings:
-        """Settings that read prompts for a rule: densely in phase `decode`, with its statistics."""
+        """Settings for prefill: in phase `decode` dense, but with the policy's statistics."""
         return self._settings(self.policy_of(rule), "decode" if phase == "decode" else "both")
 
     def _decoding(self, rule: Rule, phase: str) -> Settings:
-        """Settings that decode tokens for a rule: densely in phase `prefill`."""
+        """Settings for decoding: dense in phase `prefill`."""
         policy = self.policy_of(rule)
-        # On a mesh the block size decides where blocks lie, so dense attention keeps the cache's.
+        # On a mesh the block size decides which rank stores a block, so dense keeps the cache's.
         return self._settings(Dense(block_size=policy.block_size) if phase == "prefill" else policy)
 
     def run(
         self, prompts: Prompts, rule: Rule, phases: Sequence[str], tokenizer: Any
     ) -> dict[str, Outcome]:
-        """Measures a rule in some phases on one batch.
+        """Measures a rule in some phases on one batch of prompts.
 
         Args:
           prompts: The batch, of one task.
@@ -274,7 +274,7 @@ class Measurement:
         found: dict[str, Outcome] = {}
         made: dict[tuple[Settings, bool], Prefilled] = {}
         for phase in phases:
-            # Where the answer is not among the tokens, both are the same prompt.
+            # If the tokens lack the answer, the prompt is the whole either way.
             reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
             key = self._reading(rule, phase), reads_all
             if key not in made:
@@ -326,7 +326,7 @@ class Measurement:
     def run_long(
         self, samples: Sequence[Sample], rule: Rule, phases: Sequence[str], *, num_tokens: int
     ) -> dict[str, Outcome]:
-        """The same of long decoding, where a text is fed token by token beside dense attention.
+        """Measures a rule on long_decode, feeding it and dense attention token by token.
 
         In phase `decode` a rule continues what dense attention has read; in phase `both` it has
         read the text itself.
@@ -335,7 +335,7 @@ class Measurement:
           samples: At most `batch` samples of long_decode.
           rule: The rule.
           phases: Its phases.
-          num_tokens: Tokens of a text, those that are decoded included.
+          num_tokens: Tokens of a text, decoded ones included.
 
         Returns:
           The outcome of every phase.
@@ -359,11 +359,11 @@ class Measurement:
         return found
 
     def probe(self, prompts: Prompts, rule: Rule, phases: Sequence[str]) -> dict[str, Probed]:
-        """Mass recall and output error by sparse layer, and bytes read in decode, by phase.
+        """Measures mass recall and output error by sparse layer, and bytes read in decode.
 
-        The tokens are those that each phase prefills and decodes, the right answer in the place of
-        the generated one; `both` counts the query tokens of prefill and decode together. On a mesh
-        every rank measures all of it.
+        The query tokens are the ones each phase prefills and decodes, with the right answer in
+        place of the generated one; `both` counts the query tokens of prefill and decode together.
+        On a mesh every rank measures everything.
 
         Args:
           prompts: Prompts of one task.
@@ -371,8 +371,7 @@ class Measurement:
           phases: Its phases.
 
         Returns:
-          What was found in every phase, nothing where the rule does not select; of dense attention
-          the bytes alone.
+          The measurements of every phase in which the rule selects; for dense attention only bytes.
         """
         by_layer = self._dense_bytes(prompts)
         if rule == DENSE:
@@ -398,7 +397,7 @@ class Measurement:
         return found
 
     def _dense_bytes(self, prompts: Prompts) -> Float[np.ndarray, "3"]:
-        """Bytes that one layer which attends to everything reads for a token of the probe's."""
+        """Counts the bytes that a dense layer reads for one decoded token of the probe."""
         model, dtype = self._model_config, self._params["embed"]["embedding"].dtype
         shape = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
         positions = np.concatenate(
@@ -412,14 +411,14 @@ class Measurement:
 
 
 def _cache_for(settings: Settings, cache: Cache) -> Cache:
-    """The cache that a policy continues: without statistics where it never selects."""
+    """Returns the cache for a policy to continue: without statistics if it never selects."""
     if settings.policy.phases:
         return cache
     return dataclasses.replace(cache, statistics=None, made_for=())
 
 
 def _outcome(prompts: Prompts, density: Any, **found: Any) -> Outcome:
-    """Without the rows that only fill the batch."""
+    """Makes an outcome without the batch's padding rows."""
     count = len(prompts.samples)
     density = jax.tree.map(lambda x: x[..., :count], density)
     return Outcome(**{"is_right": None, "losses": None} | found, density=density)

@@ -1,11 +1,11 @@
-"""Plans: what each layer of a model loses at each density, measured on generated prompts.
+"""Makes plans: measures on generated prompts what each layer loses at each density.
 
-Two measurements make a curve. While the model runs densely, the recommended policy selects at every
-layer at several densities from the same evidence, and its output is compared and thrown away: one
-pass gives the shape of all curves. How much an error of a layer matters is another question: each
-layer in turn is made sparse at one density, alone, and what comes out of the model is compared.
+Two measurements make a layer's curve. The model runs densely while the recommended policy selects
+in every layer at several densities from the same page scores; its output is compared with the dense
+one and discarded, so one pass gives the shape of all curves. To weigh a layer's error, each layer
+in turn is made sparse alone, at one density, and the model's predictions are compared.
 
-On a mesh weights are shared, and every rank attends with all heads to all of a prompt.
+On a mesh, ranks share the weights, but each attends with all heads to the whole prompt.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ PyTree = Any
 DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.22, 0.35, 0.6)
 REPRESENTATIVES = (4, 8, 16, 32)
 TASKS = ("multi_key", "text_loss", "single_needle", "mid_prompt")
-# The end of a prompt asks, and is a hundredth of it: it counts as much as all the rest.
+# The end of a prompt holds the question in few tokens: it counts as much as the rest.
 _LAST_TOKENS = 64
 
 
@@ -61,29 +61,29 @@ def make_plan(
         KL_l = mean_t KL(p_dense,t ‖ p_l,t), with layer l alone sparse, at the density d_0
         miss_l(R) = mean_i max_{j not in list i} max_{t in row i, h} share_{t, h}[j]
 
-    in nats, where `p` is what the model says of the next token. Both means are half that of the
-    last 64 tokens and half that of tokens of the last two thirds of a prompt, where budgets are
-    above their floor; `d` is what was measured. `share` is dense attention's, and the lists are
-    those of `R` representative queries at `d_0`: what error says little of, because a retrieval is
-    one head of one token, is what a layer must not miss.
+    in nats, where `p` is the distribution of the next token and `d` the measured density. Both
+    means over tokens weigh the last 64 tokens by one half and the last two thirds of the prompt,
+    where budgets are above their minimum, by the other. `share` is a softmax weight of dense
+    attention, and list `i` is selected with `R` representative queries at `d_0`. `miss` complements
+    the error, a mean that hardly shows a retrieval by one head for one token.
 
     Args:
       params: Parameter tree, on one device or on a mesh.
       prompts: Tokens of each prompt.
       model_config: The model.
-      policy: What selects; `RecommendedConfig()` by default. Its density, plan and dense layers
-        have no effect.
+      policy: The policy; `RecommendedConfig()` by default. Its density, plan and dense layers have
+        no effect.
       densities: Nominal densities to try, ascending, in (0, 1).
-      representatives: Numbers of representative queries to try beside the policy's own; those
-        beyond the block size are left out.
-      fingerprint: Of the checkpoint.
+      representatives: Numbers of representative queries to try in addition to the policy's own;
+        numbers above the block size are skipped.
+      fingerprint: Fingerprint of the checkpoint.
       after: Called after each prompt.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: If there are no prompts, or one has fewer tokens than ten blocks.
+      ValueError: If there are no prompts, or one is shorter than ten blocks.
 
     Example:
       >>> plan = make_plan(params, prompts, model_config=model_config)  # doctest: +SKIP
@@ -94,7 +94,7 @@ def make_plan(
         plan=None,
         num_layers=None,
         dense_layers=0,
-        # All rows have the numbers that are tried.
+        # All query blocks use the number under test.
         early_representatives=(),
     )
     if not prompts:
@@ -104,7 +104,7 @@ def make_plan(
     if shortest < least:
         raise ValueError(f"prompts must have at least {least} tokens, got one of {shortest}")
     tried = tuple(dataclasses.replace(policy, density=one) for one in densities)
-    middle = len(tried) // 3  # what damage is measured at: layers differ there
+    middle = len(tried) // 3  # d_0: layers differ most clearly here
     counts = {policy.representatives, *(n for n in representatives if n <= policy.block_size)}
     shares, errors, damages, others = [], [], [], []
     room = -(-max(map(len, prompts)) // policy.block_size) * policy.block_size
@@ -149,7 +149,7 @@ def _rounded(values: Float[np.ndarray, "D"]) -> tuple[float, ...]:
 
 
 def _watched_columns(length: int) -> Int[np.ndarray, "C"]:
-    """The last tokens of a prompt, and as many spread over its last two thirds."""
+    """Chooses the last tokens of a prompt, and as many spread over its last two thirds."""
     last = np.arange(length - _LAST_TOKENS, length)
     return np.concatenate([np.linspace(length // 3, last[0] - 1, _LAST_TOKENS).astype(int), last])
 
@@ -165,13 +165,13 @@ def _outcome(
     policy: RecommendedConfig,
     model_config: ModelConfig,
 ) -> Float[Array, "C V"]:
-    """Log-probabilities of the next tokens after some columns, with one layer sparse (-1: none)."""
+    """Computes next-token log-probabilities after some columns with one sparse layer (-1: none)."""
 
     def of_layer(
         span: Span, query: Array, key: Array, value: Array, is_sparse: Array, walks: PyTree
     ) -> Any:
         length = span.end
-        # The evidence is gathered in all layers, as it is where all are sparse.
+        # Dense layers update the page scores too, as if all layers were sparse.
         ((lists, walk),) = select_whole([policy], query, key, walks, span=span)
         out = jax.lax.cond(
             is_sparse,
@@ -192,7 +192,7 @@ def _outcome(
 
 
 def whole_prompt(tokens: Int[Array, "1 T"], length: Int[Array, "1"]) -> Span:
-    """The span of one prompt, read at once."""
+    """Makes the span of one prompt that is read in one piece."""
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     return Span(jnp.zeros((1,), jnp.int32), column < length[:, None], length, length)
 
@@ -205,7 +205,7 @@ def run_prompt(
     *,
     model_config: ModelConfig,
 ) -> tuple[Float[Array, "1 T D"], PyTree]:
-    """All layers over one prompt, with walks of policies as state; the output, and what is told."""
+    """Runs all layers on one prompt with the policies' walks as state; returns output and aux."""
     num_blocks = tokens.shape[1] // policies[0].block_size
     hidden, _, found = run_layers(
         params,
@@ -220,14 +220,14 @@ def run_prompt(
 
 @jax.jit
 def _divergence(dense: Float[Array, "C V"], sparse: Float[Array, "C V"]) -> Float[Array, ""]:
-    """`KL(dense ‖ sparse)` in nats, mean over columns."""
+    """Computes `KL(dense ‖ sparse)` in nats, mean over columns."""
     return jnp.mean(jnp.sum(jnp.exp(dense) * (dense - sparse), axis=-1))
 
 
 def _ascending(
     shares: Float[np.ndarray, "D"], errors: Float[np.ndarray, "D"]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """A curve without densities that a floor makes equal, and with losses that only fall."""
+    """Drops densities that a minimum budget makes equal, and makes losses non-increasing."""
     x, y = [float(round(shares[0], 5))], [float(errors[0])]
     for share, error in zip(shares[1:], errors[1:], strict=True):
         if share > x[-1] + 1e-3:
@@ -247,10 +247,9 @@ def _losses(
     counts: tuple[int, ...],
     model_config: ModelConfig,
 ) -> tuple[Float[Array, "L D"], Float[Array, "L D"], Float[Array, "L R"]]:
-    """Pairs attended to, and error, of every layer with every policy, from the same evidence.
+    """Measures attended pairs and error of every layer for every policy on the same page scores.
 
-    Then what the policy `middle` misses with several numbers of representatives, its own among
-    them.
+    Also measures what policy `middle` misses with each number of representatives in `counts`.
     """
     policies = [dataclasses.replace(tried[middle], representatives=one) for one in counts]
     own = counts.index(tried[middle].representatives)
@@ -304,9 +303,9 @@ def _losses(
 def _missed(
     shares: Float[Array, "1 I J"], lists: BlockSelection, length: Int[Array, "1"]
 ) -> Float[Array, ""]:
-    """The largest share outside the list, a mean over rows: half of it that of the last two.
+    """Averages the largest share outside the list over query blocks; the last two weigh half.
 
-    A block is on the list if one of its pages is.
+    A block counts as listed if one of its pages is.
     """
     place = jnp.arange(lists.ids.shape[-1], dtype=jnp.int32)
     blocks = lists.ids[0, 0] // (lists.queries_per_row // lists.block_size)
@@ -322,12 +321,12 @@ def _missed(
 def planning_prompts(
     tokenizer: Any, *, num_tokens: int, count: int, text: Text | None = None
 ) -> list[Int[np.ndarray, "_"]]:
-    """Prompts to plan on: facts hidden in text, and text alone, that no evaluation scores.
+    """Draws prompts to plan on, text with and without hidden facts, that no evaluation scores.
 
     Args:
       tokenizer: A tokenizer of transformers.
       num_tokens: Most tokens of a prompt.
-      count: Prompts, of several tasks in turn.
+      count: Number of prompts, of several tasks in turn.
       text: Text to hide facts in; Python's help topics by default.
     """
     check_integer("count", count)
@@ -345,14 +344,14 @@ def planning_prompts(
 def samples_in_turn(
     tasks: Sequence[str], text: Text, tokenizer: Any, *, num_tokens: int, count: int, seed: int
 ) -> Iterator[Sample]:
-    """Samples of one task after the other, through the chat template of an instruction model.
+    """Draws samples of the tasks in turn, in the chat template of an instruction model.
 
     Args:
       tasks: Names of tasks.
       text: Text to hide facts in.
       tokenizer: A tokenizer of transformers.
       num_tokens: Most tokens of a prompt with its answer.
-      count: Samples in all.
+      count: Total number of samples.
       seed: Seed of the samples.
     """
     for index in range(count):

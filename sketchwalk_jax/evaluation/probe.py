@@ -1,19 +1,18 @@
 """Compares sparse with dense attention layer by layer, on the hidden states of the dense model.
 
-The model runs densely. At every sparse layer the policy selects from its queries and keys, its walk
-carried along, and its output is compared and thrown away:
+The model runs densely. In every sparse layer the policy selects from the dense queries and keys,
+with its walk carried from layer to layer; its output is compared and discarded:
 
-* *mass recall*, the share of the softmax weights of dense attention that fall on selected blocks,
-  mean over query tokens and heads. It is `exp(lse_sparse - lse_dense)`, with the log-sum-exp of
-  the scores over the selected and over all keys, so lists per head need no special care;
+* *mass recall*, the share of dense attention's softmax weights on selected blocks, mean over query
+  tokens and heads. It is `exp(lse_sparse - lse_dense)`, with the log-sum-exp of the scores over the
+  selected and over all keys, so block indices per head need no special case;
 * *output error*, `‖o_sparse - o_dense‖ / ‖o_dense‖` over all query tokens and heads;
-* *bytes read* for every decoded token, from the lists themselves (`decode_bytes`): keys, values,
-  and what selecting them takes. A query head reads the tokens of its list; the query heads of a
-  group read keys and values of one key/value head, each token once, so a group reads the union of
-  its lists.
+* *bytes read* for every decoded token, counted from the block indices (`decode_bytes`): keys,
+  values, and the statistics that selection reads. The query heads of a group read keys and values
+  of one key/value head, each token once, so a group reads the union of its heads' blocks.
 
-On a mesh weights are shared, as everywhere; but every rank keeps all keys and values, and measures
-all heads and rows.
+On a mesh, ranks share the weights, but each keeps all keys and values and measures all heads and
+query blocks.
 """
 
 import dataclasses
@@ -46,15 +45,15 @@ PyTree = Any
 def tokens_read(
     selection: BlockSelection, positions: Int[Array, "B"], *, num_kv_heads: int
 ) -> Int[Array, "B"]:
-    """Keys that one decoded token reads, added up over the key/value heads.
+    """Counts the keys that one decoded token reads, summed over the key/value heads.
 
     Args:
-      selection: Its lists, one row.
-      positions: Its position in each sequence; later tokens of its own block are not read.
+      selection: Its block indices, one query row.
+      positions: Its position in each sequence; later tokens of its block are not read.
       num_kv_heads: Key/value heads `K`.
 
     Returns:
-      For each sequence `Σ_k |union of the lists of the query heads of group k|` in tokens, int32.
+      For each sequence `Σ_k |union of the blocks of the query heads of group k|` in tokens, int32.
 
     Raises:
       ValueError: If the selection has several rows, or lists that are neither shared by the heads
@@ -92,17 +91,17 @@ def decode_bytes(
     *,
     shape: LayerShape,
 ) -> Float[Array, "3 B"]:
-    """Bytes that one layer reads for one decoded token of each sequence.
+    """Counts the bytes that one layer reads for one decoded token of each sequence.
 
     Args:
       policy: The policy that selected.
-      selection: Its lists for the token, or `None` where the layer attends to everything.
+      selection: Its block indices for the token, or `None` for a dense layer.
       positions: The token's position in each sequence.
       shape: Sizes of the layer, and the type of its keys and values.
 
     Returns:
-      Bytes of selected keys, of selected values, and of what the policy looks at to select,
-      float32; for a layer that attends to everything those of all keys and values.
+      Bytes of selected keys, of selected values, and of the statistics that selection reads,
+      float32; a dense layer reads all keys and values.
 
     Raises:
       ValueError: As `tokens_read`.
@@ -132,7 +131,7 @@ class ProbeSums:
       mass: Share of the softmax weights on selected blocks, `[L, B]`, mean over heads.
       squared_error: `‖o_sparse - o_dense‖²`, `[L, B]`.
       squared_norm: `‖o_dense‖²`, `[L, B]`.
-      queries: Query tokens, `[L, B]`; 0 in a phase in which the policy does not select.
+      queries: Query tokens, `[L, B]`; 0 in phases in which the policy does not select.
       read: Bytes that decoding read, as `decode_bytes` counts them, `[L, 3, B]`; 0 in prefill.
     """
 
@@ -143,13 +142,13 @@ class ProbeSums:
     read: Float[Array, "L 3 B"]
 
     def __add__(self, other: Self) -> Self:
-        """Sums over the query tokens of both."""
+        """Adds the sums of two sets of query tokens."""
         return jax.tree.map(lambda x, y: x + y, self, other)
 
     def by_layer(self) -> tuple[list[float], list[float]]:
         """Mass recall and output error in every sparse layer, over all sequences.
 
-        Empty lists where the policy was not measured.
+        Empty lists if the policy was not measured.
         """
         mass, error, norm, queries = map(
             _of_sequences, (self.mass, self.squared_error, self.squared_norm, self.queries)
@@ -159,9 +158,9 @@ class ProbeSums:
         return (mass / queries).tolist(), np.sqrt(error / norm).tolist()
 
     def bytes_per_token(self) -> Float[np.ndarray, "3"] | None:
-        """Keys, values and metadata that were read, mean over query tokens.
+        """Averages the bytes of keys, values and statistics read over query tokens.
 
-        Added up over the sparse layers. `None` where the policy was not measured.
+        Summed over the sparse layers. `None` if the policy was not measured.
         """
         queries = _of_sequences(self.queries)
         if not queries.size or not queries.all():
@@ -170,20 +169,20 @@ class ProbeSums:
 
 
 def _of_sequences(x: Array | np.ndarray) -> Float[np.ndarray, "L *rest"]:
-    """Sums over sequences, in float64."""
+    """Sums an array over sequences, in float64."""
     return np.asarray(x, np.float64).sum(axis=-1)
 
 
 def _compare(
     sparse: Any, dense: Any, is_query: Bool[Array, "B T"], read: Float[Array, "3 B"] | None = None
 ) -> ProbeSums:
-    """Sums over the real queries of one layer and policy; from outputs and log-sum-exps."""
+    """Compares outputs and log-sum-exps of one layer, summed over unpadded queries."""
 
     def total(x: Float[Array, "B T *rest"]) -> Float[Array, "B"]:
         mask = is_query.reshape(is_query.shape + (1,) * (x.ndim - 2))
         return jnp.sum(jnp.where(mask, x, 0.0), axis=tuple(range(1, x.ndim)))
 
-    share = jnp.exp(jnp.minimum(sparse[1] - dense[1], 0.0))  # rounding apart, never above 1
+    share = jnp.exp(jnp.minimum(sparse[1] - dense[1], 0.0))  # above 1 only by rounding
     wide = dense[0].astype(jnp.float32)
     return ProbeSums(
         mass=total(jnp.mean(share, axis=-1)),
@@ -211,7 +210,7 @@ def _probe_attention(
     policy: Policy,
     settings: Settings,
 ) -> Attend:
-    """Attends densely to the span's tokens, and compares what the policy would have computed."""
+    """Attends densely to the span's tokens, and compares the policy's output with the result."""
     start = None if is_fresh else span.start(policy.block_size)
     exchange = Exchange(span, policy, start)
 
@@ -319,7 +318,7 @@ def probe_decode(
     model_config: ModelConfig,
     policy: Policy,
 ) -> ProbeSums:
-    """The same while the tokens of `continuation` are fed one by one, `num_told` of each."""
+    """Compares them while tokens of `continuation` are fed one by one, `num_told` of each."""
     settings = Settings(model_config=model_config, policy=policy, implementation="xla")
     num_sparse = len(sparse_layers(model_config, policy))
 

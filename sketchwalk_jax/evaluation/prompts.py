@@ -1,4 +1,4 @@
-"""Samples as arrays: what is prefilled, what is fed afterwards, which tokens are scored."""
+"""Lays samples out as arrays: tokens to prefill, tokens to feed after it, tokens to score."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, NUM_SCORED, Sample, scor
 from sketchwalk_jax.text.tokenizer import decode
 
 ANSWER_ROOM = 64
-"""Tokens of the length that are left to generated answers, where these can be the last tokens."""
+"""Tokens reserved at the end of a length for generated answers."""
 MAX_STEPS = 96
-"""Decode steps that a program has room for: a question, its answer and a little more."""
-_EXTRA_STEPS = 2  # a code that goes on must be seen to go on
+"""Most decode steps of a program: a question, its answer and a few more tokens."""
+_EXTRA_STEPS = 2  # shows whether a code continues beyond its length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Prompts:
     Attributes:
       samples: The samples; rows of the arrays beyond them repeat the last one.
       tokens: All tokens of each sample, right-padded, int32 `[B, T]`.
-      lengths: How many they are, int32 `[B]`.
-      prompt_lengths: Those before the first token that phases with sparse decoding feed one by one,
-        int32 `[B]`; all of them where the question ends the prompt.
+      lengths: Number of tokens of each sample, int32 `[B]`.
+      prompt_lengths: Tokens to prefill in phases with sparse decoding, which feed the others one by
+        one, int32 `[B]`; all tokens if the question ends the prompt.
       answer_columns: Columns of `tokens` before each answer token, int32 `[B, S]`; zeros beyond.
       answers: The answer's tokens, int32 `[B, S]`.
       continuation: The right tokens after the prompt, int32 `[B, U]`.
-      num_forced: How many of them are fed whatever the model says, int32 `[B]`; then it goes on by
-        itself.
-      num_told: How many there are, int32 `[B]`.
-      num_steps: Tokens to feed in all, int32 `[B]`.
+      num_forced: Tokens of `continuation` to feed whatever the model predicts, int32 `[B]`; its own
+        predictions follow.
+      num_told: Length of `continuation`, int32 `[B]`.
+      num_steps: Total number of tokens to feed, int32 `[B]`.
     """
 
     samples: tuple[Sample, ...]
@@ -54,15 +54,15 @@ class Prompts:
 
     @property
     def has_answer(self) -> bool:
-        """Whether `tokens` hold the answer, so that prefilling all of them scores it."""
+        """Whether `tokens` contain the answer, so that one prefill scores it."""
         return self.samples[0].answer_start < len(self.samples[0].tokens)
 
     def columns(self, lengths: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B C"]:
-        """Columns whose next token is wanted of a prefill: before the answer, and the last one."""
+        """Columns whose next token a prefill predicts: before the answer, and the last one."""
         return np.concatenate([self.answer_columns, (lengths - 1)[:, None]], axis=1)
 
     def targets(self) -> Int[np.ndarray, "B C"]:
-        """The right next token at each of those columns."""
+        """The right next token at each of these `columns`."""
         return np.concatenate([self.answers, self.continuation[:, :1]], axis=1)
 
 
@@ -99,7 +99,7 @@ def _row(sample: Sample, num_tokens: int) -> dict[str, Any]:
         num_forced = num_steps = len(told) - 1
     else:
         num_forced = 0 if is_last else sample.answer_start - start
-        # The first generated token follows from what was fed before it.
+        # Minus one: the last forced token already predicts the first generated one.
         num_steps = num_forced + num_answer + _EXTRA_STEPS - 1
     answer_column = sample.answer_start - 1
     has_room = max(length, start + num_steps) <= num_tokens
@@ -108,7 +108,7 @@ def _row(sample: Sample, num_tokens: int) -> dict[str, Any]:
             f"tokenizer must need at most {ANSWER_ROOM} tokens for an answer and {MAX_STEPS} with "
             f"its question, got {num_answer} and {num_steps} for {sample.expected!r}"
         )
-    # A question at the end has no columns; its answer is not in `tokens`.
+    # The answer to a question at the end is not in `tokens` and has no columns.
     columns = np.zeros(num_answer, int) if is_last else np.arange(num_answer) + answer_column
     return {
         "tokens": _pad(sample.tokens, num_tokens),
@@ -128,7 +128,7 @@ def _pad(values: Int[np.ndarray, "N"], size: int) -> Int[np.ndarray, "M"]:
 
 
 def right_in_prefill(prompts: Prompts, likeliest: Int[np.ndarray, "B C"]) -> Bool[np.ndarray, "n"]:
-    """Whether every answer token was the likeliest, when all tokens were prefilled."""
+    """Whether a prefill of all tokens predicted every answer token as the likeliest."""
     return np.array(
         [
             np.array_equal(row[: len(sample.answer)], sample.answer)
@@ -144,12 +144,12 @@ def right_in_decode(
     tokenizer: Any,
     eos_token_ids: Sequence[int],
 ) -> Bool[np.ndarray, "n"]:
-    """Whether what was generated begins with the right answer.
+    """Whether the generated text begins with the right answer.
 
     Args:
       prompts: The prompts.
       first: The likeliest token after each prompt.
-      likeliest: The likeliest token after each further one that was fed.
+      likeliest: The likeliest token after each fed token.
       tokenizer: A tokenizer of transformers.
       eos_token_ids: Tokens that end an answer.
     """
@@ -165,7 +165,7 @@ def right_in_decode(
 
 
 def loss_in_prefill(prompts: Prompts, losses: Float[np.ndarray, "B C"]) -> Float[np.ndarray, "n"]:
-    """Mean loss of each prompt's scored tokens, nats per token, when all were prefilled."""
+    """Computes each prompt's mean loss over scored tokens of one prefill, nats per token."""
     return np.array(
         [
             row[: len(sample.answer)].mean(dtype=np.float64)
@@ -177,5 +177,5 @@ def loss_in_prefill(prompts: Prompts, losses: Float[np.ndarray, "B C"]) -> Float
 def loss_in_decode(
     prompts: Prompts, first: Float[np.ndarray, "B"], losses: Float[np.ndarray, "B U"]
 ) -> Float[np.ndarray, "n"]:
-    """The same where the scored tokens were fed one by one."""
+    """Computes each prompt's mean loss over scored tokens that were fed one by one."""
     return loss_in_prefill(prompts, np.concatenate([first[:, None], losses], axis=1))

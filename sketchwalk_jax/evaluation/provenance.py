@@ -22,12 +22,12 @@ from sketchwalk_jax.plan import PLAN_FILE
 def describe_machine(
     command: Sequence[str] | None = None, *, root: Path | None = None, **details: Any
 ) -> dict[str, Any]:
-    """Hardware, versions, date and command of this run, with `details` of the caller's own.
+    """Describes hardware, versions, date and command of this run, plus the caller's `details`.
 
     Args:
-      command: The command's words, those of this process by default. Of absolute paths only the
-        last part is kept, or what lies below `root`.
-      root: Folder whose inner paths tell nothing about this machine.
+      command: The command's words, by default those of this process. Absolute paths are cut to
+        their last part, or to the part below `root`.
+      root: Folder whose inner paths reveal nothing about this machine.
       **details: Further entries.
 
     Returns:
@@ -51,18 +51,18 @@ def describe_machine(
 
 @functools.cache
 def hash_sources() -> str:
-    """The first 16 digits of the SHA-256 of this package's code: of all its Python files.
+    """Returns the first 16 digits of the SHA-256 of all Python files of this package.
 
-    The same for a wheel and for a checkout; a comment counts as well.
+    A wheel and a checkout give the same hash; comments count.
     """
     folders = [("", Path(__file__).parents[1])]
-    for package in ("models", "pallas_kernels"):  # beside the others in a wheel, elsewhere if not
+    for package in ("models", "pallas_kernels"):  # inside the package in a wheel only
         spec = importlib.util.find_spec(f"sketchwalk_jax.{package}")
         places = spec.submodule_search_locations if spec else None
         folders += [(package, Path(one)) for one in places or ()]
     files: dict[str, Path] = {}
     for package, folder in folders:
-        # A checkout may be a tree of links.
+        # Follow links: a checkout may be a tree of links.
         for root, _, names in os.walk(folder, followlinks=True):
             found = (Path(root, name) for name in names if name.endswith(".py"))
             files |= {Path(package, one.relative_to(folder)).as_posix(): one for one in found}
@@ -88,7 +88,7 @@ def _own_command() -> list[str]:
 
 
 def _relative(word: str, root: Path | None) -> str:
-    """A word of the command without the folders of this machine."""
+    """Removes the folders of this machine from a word of the command."""
     path = Path(word)
     if not path.is_absolute():
         return word
@@ -98,10 +98,10 @@ def _relative(word: str, root: Path | None) -> str:
 
 
 def hash_weights(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """SHA-256 of every file of weights in a checkpoint, by its path in the directory.
+    """Returns the SHA-256 of every weight file in a checkpoint, by its path in the directory.
 
-    These are the safetensors files, or every file below a directory that `save` wrote but its plan,
-    or the one GGUF file.
+    Weight files are the safetensors files, all files of a directory that `save` wrote except its
+    plan, or the one GGUF file.
     """
     directory = Path(directory)
     if directory.is_file():

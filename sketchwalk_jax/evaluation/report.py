@@ -1,10 +1,10 @@
-"""A report of one evaluation, as `sketchwalk report` writes it: its tables, and its figures.
+"""Writes the report of one evaluation for `sketchwalk report`: its tables and figures.
 
-`write_report` writes all of it into a folder. `sections` makes the tables by name, for a page with
-prose of its own; `drawings` are the figures of the rows, `model_drawings` is the blocks that the
-model attends to as it reads one prompt. Each figure of the rows is made by a `plot_...` function,
-which draws whatever policies, tasks, lengths and densities are there. matplotlib is the extra
-`plots`: `pip install "sketchwalk-jax[plots]"`.
+`write_report` writes everything into a folder. `sections` makes the tables by name, for a page with
+its own prose. `drawings` makes the figures of the rows, `model_drawings` a map of the blocks that
+the model attends to while it reads one prompt. Each figure of the rows has a `plot_...` function,
+which draws all policies, tasks, lengths and densities in the rows. matplotlib is the extra `plots`:
+`pip install "sketchwalk-jax[plots]"`.
 """
 
 import dataclasses
@@ -81,18 +81,18 @@ TITLES = {
 """Sections of a report and their titles."""
 
 _DPI = 110
-_LISTED = 12  # names in one sentence
+_LISTED = 12  # most names in one sentence
 _MAP_TOKENS = 4096
 _MAP_DENSITY = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """A figure to be.
+    """A figure that is not drawn yet.
 
     Attributes:
-      description: What it shows, in a sentence.
-      draw: Makes it.
+      description: One sentence that says what the figure shows.
+      draw: Draws the figure.
     """
 
     description: str
@@ -110,9 +110,9 @@ def write_report(
 
     Args:
       results: One evaluation.
-      folder: Where; made if it is missing.
-      has_figures: Whether figures are drawn, which takes matplotlib.
-      more: Further figures, such as those of the model, by name.
+      folder: Folder to write to; created if missing.
+      has_figures: Whether to draw figures, which needs matplotlib.
+      more: Further figures by name, such as `model_drawings`.
 
     Returns:
       The files, `report.md` first.
@@ -145,17 +145,17 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
 
     Args:
       results: One evaluation.
-      plots: Folder of the figures, as the page links to it; without one there are no figures.
+      plots: Folder of the figures, as the page links to it; None leaves figures out.
 
     Returns:
-      Tables and figures, without titles. What the results have no rows for says so; where an
-      evaluation is not finished or of several codes, the first two parts do.
+      Tables and figures, without titles. A part without rows says so. The first two parts say
+      whether an evaluation is unfinished or has rows of several versions of the code.
 
     Example:
       >>> print(sections(read_results("quality.json"))["summary"])  # doctest: +SKIP
     """
     rows, tokens = results.rows, longest(results.rows)
-    # Where every policy sets its own density, `None` leaves the density open.
+    # If every policy sets its own density, `None` leaves the density open.
     nominal: list[float | None] = [*densities(rows)[::-1]] or [None]
     phases = measured_phases(rows)
     images = drawings(rows) if plots is not None else {}
@@ -209,7 +209,7 @@ def _tables(
     tokens: int,
     phases: Sequence[str | None] = (None,),
 ) -> list[str]:
-    """A table and its title for each density, and for each phase where tables are of one."""
+    """Makes a titled table for each density, and for each phase if `make` takes one."""
     found = []
     for density in nominal:
         for phase in phases:
@@ -227,7 +227,7 @@ def describe_gaps(results: Results) -> list[str]:
       results: One evaluation.
 
     Returns:
-      Paragraphs of markdown; none for a finished evaluation of one code.
+      Paragraphs of markdown; none for a finished evaluation with one version of the code.
     """
     found = []
     missing, asked = results.missing, results.asked
@@ -256,14 +256,14 @@ def describe_gaps(results: Results) -> list[str]:
 
 
 def _listed(values: Sequence[Any]) -> str:
-    """Different values, in their order; of many the first ones."""
+    """Lists distinct values in their order, only the first ones of many."""
     found = [f"{one:,}" if isinstance(one, int) else str(one) for one in dict.fromkeys(values)]
     more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
     return ", ".join(found[:_LISTED]) + more
 
 
 def describe_results(results: Results) -> str:
-    """Model, text, prompts, machine and command in two paragraphs."""
+    """Describes model, text, prompts, machine and command in two paragraphs."""
     meta, rows = results.meta, results.rows
     model, text = meta["model"], meta["text"]
     hashes = ", ".join(f"`{value[:16]}`" for value in model["sha256"].values())
@@ -288,7 +288,7 @@ def describe_results(results: Results) -> str:
 
 
 def _fields_text(meta: Mapping[str, Any]) -> str:
-    """Fields of policies that the evaluation set; else every policy has its own."""
+    """Describes the policy fields that the evaluation set; all others are defaults."""
     fields = meta.get("fields") or {}
     if not fields:
         return ""
@@ -301,7 +301,7 @@ def _range(counts: set[int]) -> str:
 
 
 def describe_run(meta: Mapping[str, Any]) -> str:
-    """Hardware, versions, date and command in one line."""
+    """Describes hardware, versions, date and command in one line."""
     versions = meta["versions"]
     machine = f"{meta['cpu']}, {meta['cores']} cores, {meta['memory_gib']} GiB"
     if meta["device"] != "cpu":
@@ -315,8 +315,8 @@ def describe_run(meta: Mapping[str, Any]) -> str:
 
 # Figures of the rows.
 
-# Okabe and Ito's colours, which are told apart with any kind of colour vision, and darker ones for
-# the method's rivals; markers repeat what colours say. A policy has the same ones in every figure.
+# Okabe and Ito's colours, distinct in any kind of colour vision, and darker ones for rival methods;
+# markers repeat the distinction. A policy has the same style in every figure.
 _STYLES = {
     "dense": ("#000000", "_"),
     "oracle": ("#009E73", "D"),
@@ -334,19 +334,19 @@ _STYLES = {
 _OTHER_COLOURS = ("#117733", "#AA4499", "#44AA99", "#661100")
 _OTHER_MARKERS = "*dH8"
 _MAX_COLUMNS = 4
-# Sizes of the markers of the first and the last policy, in points.
+# Marker sizes of the first and the last policy, in points.
 _LARGEST, _SMALLEST = 6.5, 3.0
 
 
 def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
-    """The figures that some rows give, by name; nothing is drawn yet.
+    """Lists the figures that the rows allow, by name, without drawing them.
 
     Args:
       rows: Rows of one evaluation.
 
     Returns:
-      Accuracy, needles by depth, mass recall and output error, in each phase that was measured.
-      By depth and by layer at the highest density below 1.
+      Accuracy, needles by depth, mass recall and output error, in each measured phase. Figures by
+      depth and by layer are at the highest density below 1.
 
     Example:
       >>> list(drawings(rows))  # doctest: +SKIP
@@ -400,17 +400,16 @@ def plot_accuracy(
     phase: str = "both",
     tokens: int | None = None,
 ) -> "Figure":
-    """Draws right answers against measured density: a panel for each task, a line for each policy.
+    """Plots the share of right answers over measured density: a panel per task, a line per policy.
 
     The density is that of the sparse layers. Bars are Wilson's 95 % intervals. Dense attention is
-    the dashed line, with its interval as a band. Every marker stands at its measured density; where
-    several stand at one, they lie upon one another, the later ones of the legend smaller. Panels of
-    losses have nats per token on their axis: lower is better.
+    the dashed line, with its interval as a band. Markers at the same density overlap; later
+    policies in the legend have smaller ones. Panels of losses show nats per token: lower is better.
 
     Args:
       rows: Rows of one evaluation.
-      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
-      tokens: Length; the longest by default.
+      phase: Phase in which selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      tokens: Prompt length; the longest by default.
 
     Returns:
       The figure.
@@ -458,7 +457,7 @@ def plot_accuracy(
                 )
         axis.set_title(task_title(task), fontsize=10)
         axis.set_xlim(0.0, 1.15 * widest)
-        if index + _MAX_COLUMNS >= len(tasks):  # no panel stands below
+        if index + _MAX_COLUMNS >= len(tasks):  # no panel below
             axis.set_xlabel("measured density, sparse layers", fontsize=9)
         if is_loss:
             axis.set_ylabel("nats per token (lower is better)", fontsize=9)
@@ -474,7 +473,7 @@ def plot_accuracy(
 
 
 def _height(pooled: Pooled | None, *, is_loss: bool) -> tuple[Any, Any, Any]:
-    """The height of a point, and both ends of its interval where it has one."""
+    """Returns the height of a point, and both ends of its interval if it has one."""
     if pooled is None:
         return None, None, None
     if is_loss:
@@ -483,7 +482,7 @@ def _height(pooled: Pooled | None, *, is_loss: bool) -> tuple[Any, Any, Any]:
 
 
 def _density_points(rows: Sequence[Row], *, is_loss: bool) -> list[tuple[float, Any, Any, Any]]:
-    """Measured densities of one policy, ascending, and heights with the ends of their intervals."""
+    """Points of one policy by ascending measured density: density, height, ends of the interval."""
     found = []
     for density in values_of(rows, "density") or [None]:
         pooled = pool(rows_with(rows, density=density))
@@ -500,11 +499,11 @@ def plot_needle_depth(
     phase: str = "prefill",
     density: float | None = None,
 ) -> "Figure":
-    """Draws how often a needle is found, by its depth and the length: a panel for each policy.
+    """Plots how often a needle is found by its depth and the length: a panel for each policy.
 
     Args:
-      rows: Rows of one evaluation, those of the task `single_needle` with a depth among them.
-      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      rows: Rows of one evaluation, with rows of `single_needle` by depth among them.
+      phase: Phase in which selection is sparse: `"prefill"`, `"decode"` or `"both"`.
       density: Nominal density; the highest below 1 by default.
 
     Returns:
@@ -584,15 +583,15 @@ def plot_by_layer(
     density: float | None = None,
     tokens: int | None = None,
 ) -> "Figure":
-    """Draws what the probe found layer by layer, a line for each policy.
+    """Plots the probe's measurements layer by layer, a line for each policy.
 
     Args:
       rows: Rows of one evaluation; values are means over its tasks.
       field: `"mass_recall_by_layer"`, the share of dense attention's mass that the selected blocks
         hold, or `"output_error_by_layer"`, `‖sparse - dense‖ / ‖dense‖` of attention's output.
-      phase: Where selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      phase: Phase in which selection is sparse: `"prefill"`, `"decode"` or `"both"`.
       density: Nominal density; the highest below 1 by default.
-      tokens: Length; the longest with such values by default.
+      tokens: Prompt length; the longest with such values by default.
 
     Returns:
       The figure.
@@ -636,7 +635,7 @@ def plot_by_layer(
 
 
 def style_of(label: str, labels: Sequence[str]) -> tuple[str, str]:
-    """Colour and marker of a policy; `labels` are all policies of the figure."""
+    """Chooses colour and marker of a policy; `labels` are all policies of the figure."""
     if label in _STYLES:
         return _STYLES[label]
     index = [name for name in labels if name not in _STYLES].index(label)
@@ -644,7 +643,7 @@ def style_of(label: str, labels: Sequence[str]) -> tuple[str, str]:
 
 
 def _make_panels(count: int, *, size: tuple[float, float], **shared: bool) -> tuple[Any, list[Any]]:
-    """A figure with `count` panels of a size in inches, the rest of its grid left empty."""
+    """Makes a figure with `count` panels of a size in inches; the rest of its grid stays empty."""
     pyplot = import_pyplot()
     columns = min(_MAX_COLUMNS, count)
     lines = math.ceil(count / columns)
@@ -663,7 +662,7 @@ def _make_panels(count: int, *, size: tuple[float, float], **shared: bool) -> tu
 
 
 def _tidy(axis: Any) -> None:
-    """Light horizontal lines, small numbers, no frame above and to the right."""
+    """Styles an axis: light horizontal lines, small numbers, no frame above and to the right."""
     axis.grid(axis="y", color=LIGHT_GREY)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8)
@@ -678,7 +677,7 @@ def _add_legend(
     place: str = "outside lower center",
     columns: int = 8,
 ) -> None:
-    """Names policies beside or below the panels, in at most `columns` columns.
+    """Names policies next to or below the panels, in at most `columns` columns.
 
     `labels` are all policies of the figure.
     """
@@ -699,7 +698,7 @@ def _add_legend(
 def model_drawings(
     params: PyTree, model_config: ModelConfig, tokenizer: Any, *, preset: str = "recommended"
 ) -> dict[str, Drawing]:
-    """The figure of a model that reads a prompt with one fact in it and a question at its end.
+    """Prepares the figure of a model that reads a prompt with one fact and a final question.
 
     Args:
       params: Parameters of the model.
@@ -708,11 +707,11 @@ def model_drawings(
       preset: Preset of Sketch-and-Walk, at density 0.2 where it has one.
 
     Returns:
-      `block_map`, blocks attended to layer by layer. The prompt is as long as the model's context
-      allows, up to 4,096 tokens.
+      `block_map`, the attended blocks layer by layer. The prompt fills the model's context, up to
+      4,096 tokens.
 
     Raises:
-      ValueError: When drawn, if the preset does not suit.
+      ValueError: When drawn, if the preset does not fit the model.
 
     Example:
       >>> figures = model_drawings(params, model_config, tokenizer)  # doctest: +SKIP
@@ -721,7 +720,7 @@ def model_drawings(
 
     def draw_map() -> "Figure":
         size = min(_MAP_TOKENS, model_config.context_length - 1)
-        # The first sample has its fact where every selection looks, at the beginning.
+        # Take the second sample: every selection keeps the beginning, where the first has its fact.
         options: dict[str, Any] = {"num_tokens": size, "count": 2, "seed": 0}
         sample = draw_samples("single_needle", read_text(), tokenizer, **options)[1]
         own = None if preset == "released" else _MAP_DENSITY
@@ -737,7 +736,7 @@ def _plot_needle_map(
 ) -> "Figure":
     """Draws the blocks that a policy attends to in a prompt, layer by layer.
 
-    An orange mark below each panel stands at the block with the fact that the question asks for.
+    An orange mark below each panel shows the block with the fact that the question asks for.
     """
     generate = make_generate(model_config, policy, max_new_tokens=1, return_selection=True)
     generation = jax.device_get(generate(params, sample.tokens[None]))
@@ -761,9 +760,9 @@ def _plot_needle_map(
 def find_answer(sample: Sample) -> int | None:
     """Finds the answer in the text before the question: the index of its first token.
 
-    `None` if its tokens do not stand there in one piece.
+    `None` if the text does not contain its tokens in one piece.
     """
-    answer = sample.answer[:-1]  # without the full stop, which may join with what follows
+    answer = sample.answer[:-1]  # the full stop may merge with the next token
     before = sample.tokens[: sample.question_start]
     if not len(answer) or len(before) < len(answer):
         return None

@@ -1,8 +1,8 @@
-"""The file of the results of an evaluation, `quality.json`.
+"""Reads and writes the results of an evaluation, `quality.json`.
 
-`ResultsFile` writes rows to it, group by group and each time as a whole, and continues it later;
-`read_results` reads it. The file says what was asked for, so that `Results.missing` knows what an
-interrupted evaluation lacks, and which code its rows are of.
+`ResultsFile` adds rows group by group, rewrites the whole file each time, and continues it later;
+`read_results` reads it. The file records the requested rows, so that `Results.missing` knows what
+an interrupted evaluation lacks, and the code that measured each row.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from typing import Any
 from sketchwalk_jax.evaluation.rows import ROW_KEY, Row, group_key_of
 from sketchwalk_jax.evaluation.settings import Rule
 
-# What tells rows of one file apart besides: of rules, and of evaluations that share the file.
+# Further fields that identify rows: of variants, and of evaluations that share a file.
 _APART = ("variant", "model", "stage")
-# Of two runs whose rows may stand in one file, these may differ.
+# Entries of `meta` in which runs that share a file may differ.
 _MAY_DIFFER = ("date", "command", "wall_s", "cpu", "cores", "memory_gib")
 _NOTES = ("asked", "drawn", "not_run")
 _SOURCES = "sources"
-_MOST_GROUPS = 10**6  # no evaluation has as many; a file from elsewhere may say so
+_MOST_GROUPS = 10**6  # bounds the loop over entries of an untrusted file
 
 
 class ResultsFile:
@@ -43,17 +43,17 @@ class ResultsFile:
 
         Args:
           path: The file; its folder must exist.
-          meta: What the results depend on, and what else is worth knowing.
-          overwrite: Whether to start afresh where there is a file.
-          common: Fields that rows have in front, such as `model`: of a file that several
-            evaluations share, this one reads and writes the rows with these values.
-          may_differ: Entries of `meta` that the file may have otherwise; this one's are kept.
-          other_code: Whether to continue a file that other code of this package began; rows then
-            say which code they are of.
+          meta: Everything that the results depend on, and further facts for readers.
+          overwrite: Whether to replace an existing file.
+          common: First fields of every row, such as `model`: in a file that several evaluations
+            share, this one reads and writes only the rows with these values.
+          may_differ: Entries of `meta` that may differ from the file's; the new ones are kept.
+          other_code: Whether to continue a file that another version of this package began; each
+            row then names its version.
 
         Raises:
-          ValueError: If the file holds something else, or results of another model, text, seed,
-            code or the like.
+          ValueError: If the file has other contents, or results with another model, text, seed or
+            code.
           OSError: If it cannot be read, or nothing can be written there.
         """
         self.path = Path(path)
@@ -70,7 +70,7 @@ class ResultsFile:
         self._finished = {group_key_of(row) for row in self._own_rows()}
 
     def _own_rows(self, **wanted: Any) -> list[Row]:
-        """The rows of this evaluation that have these values."""
+        """Selects the rows of this evaluation with these values."""
         return [row for row in self.rows if _says(row, self._common | wanted)]
 
     def _continue(self) -> None:
@@ -85,7 +85,7 @@ class ResultsFile:
                 _ = [dict(entry) for entry in old.get(kind, ())]
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{self.path} must hold results of an evaluation; {advice}") from error
-        now = json.loads(json.dumps(self.meta))  # as it would be read
+        now = json.loads(json.dumps(self.meta))  # as read back from JSON
         differing = [
             f"{name} {_short(old.get(name))} there, {_short(now.get(name))} now"
             for name in sorted((set(old) | set(now)) - set(self._may_differ))
@@ -112,13 +112,12 @@ class ResultsFile:
         return key in self._finished
 
     def note(self, kind: str, **entry: Any) -> None:
-        """Adds an entry about rows to come to `meta`, once; the next `add` writes it.
+        """Adds an entry about future rows to `meta`, once; the next `add` writes it.
 
         Args:
-          kind: `"asked"`, which rules, tasks and lengths are to be there in the end; `"drawn"`,
-            which prompts dense attention answered; or `"not_run"`, which rules were left out and
-            why.
-          **entry: What it says, in types of JSON.
+          kind: `"asked"` for the requested rules, tasks and lengths; `"drawn"` for the prompts that
+            dense attention answered; or `"not_run"` for the rules left out, and why.
+          **entry: Contents of the entry, in types of JSON.
         """
         entry = self._common | entry
         entries = self.meta.setdefault(kind, [])
@@ -126,16 +125,16 @@ class ResultsFile:
             entries.append(entry)
 
     def drawn(self, task: str, tokens: int) -> str | None:
-        """Which prompts of a task dense attention answered, as drawn: `"0110..."`; None if unknown.
+        """Tells which drawn prompts dense attention answered, as `"0110..."`; None if unknown.
 
-        Known where rows of dense attention to these prompts are there as well.
+        They are known if the file also has dense attention's rows for these prompts.
         """
         wanted = self._common | {"task": task, "tokens": tokens}
         found = (one["answered"] for one in self.meta.get("drawn", ()) if _says(one, wanted))
         return next(found, None)
 
     def settings(self, rule: Rule, tokens: int) -> dict[str, Any] | None:
-        """The fields that calibration set in a rule at a length, from finished rows; else None.
+        """Returns the calibrated fields of a rule at a length, from finished rows; None without.
 
         The plan belongs to the rule and is left out.
         """
@@ -164,20 +163,20 @@ class ResultsFile:
                 )
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Adds finished rows, and writes the file."""
+        """Adds finished rows and writes the file."""
         rows = [{**self._common, **row, **self._sources} for row in rows]
         self.rows += rows
         self._finished |= {group_key_of(row) for row in rows}
         self.write()
 
     def write(self) -> None:
-        """Writes the file, with what was noted."""
+        """Writes the file, with the noted entries."""
         self.meta["wall_s"] = round(self._before + time.perf_counter() - self._started, 1)
         write_results(self.path, self.meta, self.rows)
 
 
 def _says(entry: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a row or a note has these values; what it lacks is null."""
+    """Whether a row or a note has these values; a missing field counts as null."""
     return all(entry.get(name) == value for name, value in wanted.items())
 
 
@@ -195,7 +194,7 @@ def write_results(
 
     Args:
       path: The file.
-      meta: What holds for all rows.
+      meta: Facts common to all rows.
       rows: The rows.
 
     Raises:
@@ -222,7 +221,7 @@ class Results:
 
     Attributes:
       meta: Model, text, seed, versions, hardware, date and command.
-      rows: What was measured.
+      rows: The measured rows.
     """
 
     meta: Mapping[str, Any]
@@ -230,18 +229,18 @@ class Results:
 
     @property
     def missing(self) -> tuple[dict[str, Any], ...]:
-        """Groups of rows that were asked for and are missing, as fields of rows.
+        """Groups of rows that were requested and are missing, as fields of rows.
 
-        A group is of one rule, phase, task and length. What could not be measured, because a policy
-        cannot be as sparse as asked or dense attention answers no prompt, is not among it. Files
-        that do not say what was asked for have nothing missing.
+        A group has one rule, phase, task and length. Groups that cannot be measured, because a
+        policy cannot be as sparse as requested or dense attention answers no prompt, are not
+        missing. Files that do not record requests have nothing missing.
         """
         there = {_place(row) for row in self.rows}
         return tuple(group for key, group in self._asked().items() if key not in there)
 
     @property
     def asked(self) -> int:
-        """Number of groups of rows that were asked for and can be measured."""
+        """Number of groups of rows that were requested and can be measured."""
         return len(self._asked())
 
     def _asked(self) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -276,12 +275,12 @@ class Results:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """`group_key_of` in a file that several evaluations share."""
+    """Extends `group_key_of` for files that several evaluations share."""
     return (*group_key_of(row), row.get("model"), row.get("stage"))
 
 
 def _groups(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The groups of rows that an entry of `"asked"` stands for."""
+    """Lists the groups of rows that an entry of `"asked"` requests."""
     count = len(entry["tokens"]) * len(entry["tasks"]) * len(entry["rules"])
     if count > _MOST_GROUPS:
         raise TypeError(f"too much to be asked for, {count}")
@@ -303,7 +302,7 @@ def read_results(path: str | Path) -> Results:
 
     Raises:
       OSError: If the file cannot be read.
-      ValueError: If it is not JSON, lacks `meta` or `rows`, or a row lacks a field or comes twice.
+      ValueError: If it is not JSON, lacks `meta` or `rows`, or a row lacks a field or occurs twice.
 
     Example:
       >>> results = read_results("quality.json")  # doctest: +SKIP
@@ -327,7 +326,7 @@ def read_results(path: str | Path) -> Results:
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raises a `ValueError` for no rows, a row without its fields, or two alike."""
+    """Raises a `ValueError` for no rows, a row without its fields, or two rows of the same name."""
     if not rows:
         raise ValueError("rows must hold at least one row, got none")
     seen = set()

@@ -1,4 +1,4 @@
-"""Rows: results of one policy in one phase on the prompts of one task and length.
+"""Makes rows: results of one policy in one phase on the prompts of one task and length.
 
 `Outcome` holds the answers of a policy, `Probed` the measurements of the probe; `make_rows` makes
 the rows of `quality.json` from both.
@@ -49,33 +49,33 @@ ROW_FIELDS = (
 )
 """Fields of a row; null where they do not apply; older files lack some of them.
 
-* `policy`, `preset`, `variant`, `density`, `phase`, `task`, `tokens`: what was run; `density` is
-  nominal. `depth`, `hops`: which part of a task the row is of; null for all of it.
-* `settings`: fields of the policy that calibration chose, and the short hash of its `plan`.
-* `dense_layers`: layers in which a sparse policy attends to everything: how many leading ones, or
-  which.
-* `measured_density_*_layers`: attended over causal pairs in the phase that is sparse.
+* `policy`, `preset`, `variant`, `density`, `phase`, `task`, `tokens`: the run; `density` is
+  nominal. `depth`, `hops`: the part of the task that the row covers; null for all of it.
+* `settings`: calibrated fields of the policy, and the short hash of its `plan`.
+* `dense_layers`: dense layers of a sparse policy: the number of leading ones, or their list.
+* `measured_density_*_layers`: attended over causal pairs in the sparse phase.
 * `exact`, `exact_low`, `exact_high`: share of right answers of `prompts`, with Wilson's interval;
-  `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: of each prompt.
+  `is_right`: 1 or 0 for each prompt. `text_loss`: nats per token; `text_losses`: the same for each
+  prompt.
 * `mass_recall`, `mass_recall_by_layer`, `output_error_by_layer`: from the probe, null in dense
   layers.
-* `kl`, `kls`: KL divergence from dense attention, nats per token, and of each prompt;
-  `agreement`, `agreements`: share of tokens after which the likeliest next one is that of dense
-  attention, and of each prompt; in rows of long_decode only.
+* `kl`, `kls`: KL divergence from dense attention, nats per token, over all prompts and for each;
+  `agreement`, `agreements`: share of tokens after which the likeliest next token equals dense
+  attention's, likewise; in rows of long_decode only.
 * `decode_bytes_*`: bytes that one decoded token reads in all layers, dense ones included, from the
   probe; null where decoding is dense for a sparse policy.
-* `sources`: hash of the package's code, in rows measured with other code than `meta` says.
+* `sources`: hash of the package's code, in rows measured with other code than `meta` names.
 """
 
 FILTERED_FIELDS = ("drawn", "in_mean")
-"""Fields of rows of prompts that dense attention answers, in evaluations with `answerable`.
+"""Fields of rows in evaluations with `answerable`, which keep prompts that dense answers.
 
-* `drawn`: prompts of the task that were drawn, of which `prompts` (with `hops`, of that many) are
-  kept. `in_mean`: whether enough were kept for the task to count in means over tasks.
+* `drawn`: number of drawn prompts of the task, of which `prompts` (in rows with `hops`, those with
+  so many hops) are kept. `in_mean`: whether the task has enough prompts to count in means.
 """
 
 ROW_KEY = ("policy", "preset", "phase", "task", "tokens", "density", "depth", "hops")
-"""Fields in which any two rows of one evaluation differ, together with `variant`."""
+"""Fields that, together with `variant`, identify a row of one evaluation."""
 
 _DIGITS = 5
 
@@ -88,11 +88,11 @@ class Outcome:
     Attributes:
       is_right: Whether each answer was right, bool `[n]`; None in text_loss.
       losses: Loss of each prompt's scored tokens, nats per token, `[n]`; None in other tasks.
-      density: Pairs attended to, with one column for each prompt.
+      density: Attended pairs, one column for each prompt.
       divergences: Mean KL divergence from dense attention's distributions over the scored tokens,
-        nats per token, `[n]`; None where it was not measured.
-      agreements: Share of the scored tokens whose likeliest successor is that of dense attention,
-        `[n]`; None where it was not measured.
+        nats per token, `[n]`; None if not measured.
+      agreements: Share of the scored tokens whose likeliest successor equals dense attention's,
+        `[n]`; None if not measured.
     """
 
     is_right: Bool[np.ndarray, "n"] | None
@@ -103,25 +103,25 @@ class Outcome:
 
     @classmethod
     def join(cls, parts: Sequence["Outcome"]) -> Self:
-        """The outcome of the prompts of several batches."""
+        """Joins the outcomes of several batches."""
         return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis=-1), *parts)
 
     def take(self, is_chosen: Bool[np.ndarray, "n"] | slice) -> Self:
-        """The outcome of some of the prompts."""
+        """Selects the outcome of some prompts."""
         return jax.tree.map(lambda array: array[..., is_chosen], self)
 
     def measured_density(
         self, phase: str, is_chosen: Bool[np.ndarray, "n"], *, layers: Sequence[int]
     ) -> float | None:
-        """Attended over causal pairs of the sparse phase, in some layers.
+        """Returns attended over causal pairs in the sparse phase, in some layers.
 
         Args:
-          phase: `"prefill"`, `"decode"` or `"both"`: these together.
+          phase: `"prefill"`, `"decode"`, or `"both"` for the two together.
           is_chosen: Prompts to count.
           layers: Layers to count.
 
         Returns:
-          The density; None if there are none.
+          The density; None without pairs.
         """
         density, attended, causal = self.density, 0.0, 0.0
         for name in ("prefill", "decode") if phase == "both" else (phase,):
@@ -137,10 +137,10 @@ class Probed:
     """Measurements of the probe for a rule in one phase.
 
     Attributes:
-      mass_recall: Of each sparse layer; empty if it was not measured.
-      output_error: Likewise.
-      decode_bytes: Bytes of keys, of values and of metadata that one decoded token reads, mean over
-        tokens, all layers together; None where decoding is dense for a sparse policy.
+      mass_recall: Mass recall of each sparse layer; empty if not measured.
+      output_error: Output error, likewise.
+      decode_bytes: Bytes of keys, values and statistics that one decoded token reads in all layers,
+        mean over tokens; None if a sparse policy decodes densely.
     """
 
     mass_recall: Sequence[float] = ()
@@ -160,17 +160,17 @@ def make_rows(
     settings: Mapping[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of one rule, phase, task and length.
+    """Makes the rows of one rule, phase, task and length.
 
     Args:
-      outcome: What the prompts gave.
+      outcome: Answers to the prompts.
       samples: The prompts, in the same order.
-      rule: What answered.
-      phase: Where its selection was sparse.
+      rule: The rule that answered.
+      phase: Phase in which its selection was sparse.
       tokens: Nominal length.
-      dense_layers: Layers in which the rule does not select; none for dense attention itself.
+      dense_layers: Layers in which the rule does not select; none for dense attention.
       probe: Mass recall and output error of each sparse layer, and bytes read in decode.
-      settings: Fields of the policy that calibration chose, None without it; a plan is added.
+      settings: Calibrated fields of the policy, None without calibration; a plan is added.
       more: Further fields of all rows, such as those of `FILTERED_FIELDS`.
 
     Returns:
@@ -245,14 +245,14 @@ def _with_plan(settings: Mapping[str, Any] | None, rule: Rule) -> dict[str, Any]
 
 
 def empty_row(rule: Rule, *, task: str, tokens: int, drawn: int) -> dict[str, Any]:
-    """The row of dense attention where it answers none of the prompts that were drawn."""
+    """Makes the row of dense attention if it answers none of the drawn prompts."""
     made: dict[str, Any] = dict.fromkeys(ROW_FIELDS)
     made |= rule.name_fields | {"phase": "both", "task": task, "tokens": tokens, "prompts": 0}
     return made | {"drawn": drawn, "in_mean": False}
 
 
 def exact_match(is_right: Bool[np.ndarray, "n"]) -> dict[str, Any]:
-    """Share of right answers with Wilson's interval at 95 %.
+    """Computes the share of right answers with Wilson's 95 % interval.
 
     Example:
       >>> exact_match(np.array([True, False]))["exact"]
@@ -269,11 +269,11 @@ def exact_match(is_right: Bool[np.ndarray, "n"]) -> dict[str, Any]:
 
 @functools.cache
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
-    """Wilson's score interval of a share, 95 %.
+    """Computes Wilson's 95 % score interval of a share.
 
     Args:
-      right: Right answers.
-      count: All answers, at least 1.
+      right: Number of right answers.
+      count: Number of answers, at least 1.
 
     Returns:
       Both ends.
@@ -298,8 +298,8 @@ def group_key(rule: Rule, phase: str, task: str, tokens: int) -> tuple[Any, ...]
 
 
 def group_key_of(row: Row) -> tuple[Any, ...]:
-    """The same of a row."""
+    """Identifies the rows of one rule, phase, task and length by one of them."""
     fields = ("density", "phase", "task", "tokens")
-    # Files of before there were variants lack the field.
+    # Older files lack the field `variant`.
     rule = (row["policy"], row["preset"], row.get("variant"))
     return (*rule, *(row[field] for field in fields))

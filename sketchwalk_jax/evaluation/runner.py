@@ -57,24 +57,24 @@ def evaluate(
       directory: Checkpoint directory with a tokenizer, GGUF file, or `ORG/NAME` on the hub.
       config: What to run; lengths beyond the model's context are left out.
       text: Text to hide facts in, from `read_text`; Python's help topics by default.
-      dtype: Type of weights and cache; float32 on CPUs, elsewhere the checkpoint's, by default.
-      sharding: Where the model lies on a mesh of devices of this host, from `sharding.place`; on
-        one device by default. Answers are the same, but for rounding.
-      out: File of the results. If it exists it is continued: what it holds is not run again.
-      overwrite: Whether to start afresh instead.
-      seconds: Time after which no further prompts are begun; what is finished by then is kept, and
-        another call goes on. No limit by default.
-      other_code: Whether to continue a file that was begun by other code of this package, which is
-        refused by default; rows then say which code they are of.
+      dtype: Type of weights and cache; by default float32 on CPUs, else the checkpoint's.
+      sharding: Placement on a mesh of devices of this host, from `sharding.place`; one device by
+        default. Answers differ only by rounding.
+      out: File of the results. An existing file is continued: its rows are not run again.
+      overwrite: Whether to replace an existing file instead.
+      seconds: Time after which no further prompts are begun; finished rows are kept, and another
+        call continues. No limit by default.
+      other_code: Whether to continue a file that another version of this package began, which is
+        refused by default; each row then names its version.
       progress: Whether to show progress on standard error.
 
     Returns:
-      `{"meta": ..., "rows": ...}`, as in the file; `Results(**found).missing` has what is left to
-      do, if time was up.
+      `{"meta": ..., "rows": ...}`, as in the file; `Results(**found).missing` lists the groups left
+      when time ran out.
 
     Raises:
-      ValueError: If the checkpoint, the text or the lengths do not suit, or if `out` holds results
-        of something else.
+      ValueError: If the checkpoint, the text or the lengths do not fit, or if `out` holds results
+        of another evaluation.
       NotImplementedError: If a policy cannot select on the mesh.
 
     Example:
@@ -108,7 +108,7 @@ def evaluate(
 
 def _dtype(dtype: str | None) -> str | None:
     if dtype is None and jax.default_backend() == "cpu":
-        return "float32"  # CPUs compute the narrow types slowly
+        return "float32"  # CPUs are slow in 16 bits
     return dtype
 
 
@@ -126,14 +126,14 @@ def evaluate_model(
     other_code: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """`evaluate` for a model in memory.
+    """Runs `evaluate` on a model in memory.
 
     Args:
       params: Parameter tree, on one device or on a mesh of devices of this host.
-      model_config: The model. Its plan, if it has one, is that of the preset `recommended`.
+      model_config: The model. Its plan, if any, is used by the preset `recommended`.
       tokenizer: A tokenizer of transformers.
       text: Text to hide facts in.
-      model: What tells which model it is, for `meta`; compared when results are continued.
+      model: Identification of the model for `meta`, compared when results are continued.
       config: As in `evaluate`.
       out: As in `evaluate`.
       overwrite: As in `evaluate`.
@@ -147,7 +147,7 @@ def evaluate_model(
     Raises:
       ValueError: As `evaluate`.
       NotImplementedError: If a policy cannot select on the mesh, or `params` lie on several devices
-        otherwise.
+        without a supported mesh.
     """
     config = config or EvaluationConfig()
     placement = placement_of(params, model_config)
@@ -180,14 +180,14 @@ def evaluate_model(
 
 
 def _check_policies(config: EvaluationConfig, placement: Placement | None) -> None:
-    """Raises for a policy that cannot select on a mesh, before anything is done."""
+    """Raises for a policy that cannot select on a mesh, before anything runs."""
     if placement is not None:
         for rule in config.rules():
             placement.check_policy(rule.make())
 
 
 def describe_texts(text: Text, config: EvaluationConfig) -> dict[str, Any]:
-    """The text, and the program code where a task takes some, for `meta`."""
+    """Describes the text for `meta`, and the program code if a task needs it."""
     found = {"text": text.about}
     if "code_loss" in config.tasks:
         found["code"] = text_for("code_loss", text).about
@@ -206,10 +206,10 @@ def continue_evaluation(
     seconds: float | None = None,
     progress: bool = False,
 ) -> bool:
-    """Runs what a file of results lacks of an evaluation.
+    """Runs the groups of an evaluation that its file of results lacks.
 
     Args:
-      file: The results; what is finished is written at once.
+      file: The results; finished groups are written at once.
       params: As in `evaluate_model`.
       model_config: As there.
       tokenizer: As there.
@@ -220,11 +220,11 @@ def continue_evaluation(
       progress: As in `evaluate`.
 
     Returns:
-      Whether everything is there now: False if time was up before.
+      Whether the evaluation is complete: False if time ran out.
 
     Raises:
-      ValueError: If a task or a policy does not suit the model or the text, or the file has rows
-        of the preset `recommended` with another plan.
+      ValueError: If a task or a policy does not fit the model or the text, or the file has rows of
+        the preset `recommended` with another plan.
     """
     if seconds is not None:
         check_number("seconds", seconds, "(0, inf)")
@@ -238,14 +238,14 @@ def continue_evaluation(
 
 
 class _OutOfTimeError(Exception):
-    """No further prompts are to be begun."""
+    """Time is up: no further prompts may begin."""
 
 
 def check_lengths(config: EvaluationConfig, model_config: ModelConfig) -> tuple[int, ...]:
-    """The lengths of an evaluation that the model has room for, ascending.
+    """Returns the lengths of an evaluation that fit the model's context, ascending.
 
     Raises:
-      ValueError: If there is none, or one is not a multiple of every policy's block size.
+      ValueError: If none fits, or one is not a multiple of every policy's block size.
     """
     context = model_config.context_length
     lengths = tuple(sorted(one for one in config.tokens if one <= context))
@@ -269,9 +269,9 @@ def choose_batch(
     dtype: Any,
     placement: Placement | None = None,
 ) -> int:
-    """Prompts at a time: as many as memory is sure to hold, in batches of equal size.
+    """Chooses the batch size: as many prompts as surely fit into memory, in equal batches.
 
-    On a mesh ranks of `data` have as many each.
+    On a mesh, all ranks of `data` get equally many.
     """
     if config.batch is not None:
         return whole_batch(min(config.batch, config.prompts), placement)
@@ -282,8 +282,8 @@ def choose_batch(
     cache = 2 * model_config.num_layers * heads * model_config.head_dim * size
     shared = 3 * model_config.intermediate_size + 4 * model_config.num_heads * model_config.head_dim
     widths = 6 * model_config.hidden_size + shared / tensor
-    # Four caches (dense and sparse in long decoding, copies that decoding writes to, and their
-    # statistics) and one layer's activations in float32.
+    # Four caches (dense and sparse in long decoding, and the copies that decoding writes to), with
+    # statistics, and one layer's activations in float32.
     needed = num_tokens * (4 * cache / tensor + 4 * widths) / sequence
     batch = data * max(1, int(0.6 * _free_memory() / needed))
     batch = min(batch, config.prompts, _MAX_BATCH.get(jax.default_backend(), _MAX_BATCH_ELSEWHERE))
@@ -291,7 +291,7 @@ def choose_batch(
 
 
 def _free_memory() -> int:
-    """Bytes that the device has for this process; of a CPU, a quarter of the machine's memory."""
+    """Returns the device's bytes for this process; on a CPU, a quarter of the machine's memory."""
     found = free_bytes(jax.devices()[0])
     return (
         found
@@ -301,7 +301,7 @@ def _free_memory() -> int:
 
 
 class _Run:
-    """One evaluation under way, and the length that it is at."""
+    """A running evaluation, and its current length."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class _Run:
             file.check_plan(rule)
 
     def _note_asked(self, lengths: tuple[int, ...]) -> None:
-        """Says in the file what is to be there in the end."""
+        """Notes in the file which rows are requested."""
         rules = [
             rule.name_fields | {"phases": list(self._config.phases_of_rule(rule))}
             for rule in self._rules
@@ -331,15 +331,15 @@ class _Run:
         self._file.note("asked", tokens=list(lengths), tasks=tasks, rules=rules)
 
     def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
-        """Runs what the file lacks."""
+        """Runs the groups that the file lacks."""
         missing = {num_tokens: self._missing(num_tokens) for num_tokens in lengths}
         missing = {num_tokens: tasks for num_tokens, tasks in missing.items() if tasks}
         for self._num_tokens, tasks in missing.items():
             for task in tasks:
-                self._draw(task, count=1)  # whatever does not fit shows at once
+                self._draw(task, count=1)  # raises at once if a task does not fit
         self._note_asked(lengths)
         if missing and self._file.rows:
-            self._file.write()  # an interrupt from now on leaves a file that says what it lacks
+            self._file.write()  # from now on, an interrupted file tells what it lacks
         total = sum(
             len(wanted) * self._config.num_prompts(task)
             for tasks in missing.values()
@@ -358,10 +358,10 @@ class _Run:
                     for rule, phases in wanted.items():
                         self._group(samples, rule, phases)
         if missing and self._file.rows:
-            self._file.write()  # with the rules that were left out last
+            self._file.write()  # also notes the rules left out at the last length
 
     def _missing(self, num_tokens: int) -> dict[str, Wanted]:
-        """Phases of each rule that the file lacks, by task."""
+        """Lists the phases of each rule that the file lacks, by task."""
         found: dict[str, Wanted] = {}
         for task in self._config.tasks:
             answered = self._file.drawn(task, num_tokens)
@@ -396,9 +396,9 @@ class _Run:
             raise _OutOfTimeError
 
     def _set_rules(self, tasks: dict[str, Wanted]) -> None:
-        """Sets the rules of one length that need it to their density, on held-out prompts.
+        """Fits the rules of one length to their density, on held-out prompts if they need any.
 
-        Rules that cannot be as sparse as they should be are taken out of what is to be run.
+        Rules that cannot reach their density are removed from `tasks` and not run.
         """
 
         def tell(what: str) -> None:
@@ -408,8 +408,8 @@ class _Run:
         rules = dict.fromkeys(rule for wanted in tasks.values() for rule in wanted)
         found: dict[Rule, SetRule | OutOfReach] = {}
         for rule in rules:
-            # Over all layers, all calls have what the first one set. Others are calibrated on the
-            # tasks of each call.
+            # Densities over all layers keep the first call's settings; others are calibrated on
+            # each call's tasks.
             settings = self._file.settings(rule, self._num_tokens)
             if rule.over == "all_layers" and settings is not None:
                 found[rule] = SetRule.before(rule, settings)
@@ -450,7 +450,7 @@ class _Run:
         )
 
     def _filtered_group(self, samples: list[Sample], wanted: Wanted) -> None:
-        """Measures the rules on those prompts that dense attention answers."""
+        """Measures the rules on the prompts that dense attention answers."""
         task = samples[0].task
         answered = self._file.drawn(task, self._num_tokens) if DENSE not in wanted else None
         if answered is None:
@@ -469,7 +469,7 @@ class _Run:
         return {"drawn": len(answered), "in_mean": answered.count("1") >= least}
 
     def _find_answered(self, samples: list[Sample]) -> str:
-        """Asks dense attention until it has answered enough, and writes its rows."""
+        """Runs dense attention until it has answered enough prompts, and writes its rows."""
         task, batch = samples[0].task, self._measurement.batch
         count = self._config.num_prompts(task)
         flags: list[bool] = []
@@ -485,7 +485,7 @@ class _Run:
             assert outcomes[-1].is_right is not None
             flags += outcomes[-1].is_right.tolist()
         self._bar.update(count)
-        # Whatever the batch, the last one drawn is the last one kept.
+        # Drop prompts drawn after the last kept one, so that the batch size changes nothing.
         enough = np.flatnonzero(np.cumsum(flags) == count)
         is_kept = np.array(flags)
         flags = flags[: enough[0] + 1] if enough.size else flags
@@ -508,7 +508,7 @@ class _Run:
         phases: Sequence[str],
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Measures one rule on one task and length, and writes its rows."""
+        """Measures one rule on one task and length and writes its rows."""
         parts = []
         for some in map(list, itertools.batched(samples, self._measurement.batch)):
             self._check_time()

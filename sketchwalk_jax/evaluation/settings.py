@@ -34,15 +34,15 @@ class Rule:
 
     Attributes:
       policy: Name of the policy.
-      preset: Preset of `sketchwalk`, None for the others.
+      preset: Preset of `sketchwalk`, None for other policies.
       density: Nominal density; 1 for dense, None for policies that set their own.
       fields: Names and values of other fields of the policy.
-      variant: What tells it from other rules of that policy and density; None where one such rule
-        is run.
-      over: Layers whose mean density is the nominal one: `"sparse_layers"`, those in which the
-        policy selects, or `"all_layers"`, to which calibration sets it.
-      phases: Phases that it is run in; None for all. Over all layers, prefill and decode have
-        settings of their own.
+      variant: Name that tells apart rules of the same policy and density; None if there is one
+        rule.
+      over: Layers whose mean density is the nominal one: `"sparse_layers"`, in which the policy
+        selects, or `"all_layers"`, to which the policy is fitted.
+      phases: Phases to run it in; None for all. With `"all_layers"`, prefill and decode are
+        separate rules with their own settings.
     """
 
     policy: str
@@ -54,7 +54,7 @@ class Rule:
     phases: tuple[str, ...] | None = None
 
     def make(self) -> Policy:
-        """The policy itself; where it has a knob, as published: calibration sets the density."""
+        """Makes the policy, uncalibrated if calibration is to set its density."""
         if self.is_calibrated:
             check_number("density", self.density, "(0, 1]")
             return by_name(self.policy, **dict(self.fields))
@@ -63,26 +63,26 @@ class Rule:
 
     @property
     def name_fields(self) -> dict[str, Any]:
-        """Identifies the rule, as fields of a row."""
+        """Returns the fields of a row that identify the rule."""
         names = ("policy", "preset", "variant", "density")
         return {name: getattr(self, name) for name in names}
 
     @property
     def is_fitted(self) -> bool:
-        """Whether its field `density` is set for the mean over all layers to be the nominal one."""
+        """Whether its field `density` is fitted so that the mean over all layers is nominal."""
         if self.over != "all_layers" or self.density is None or self == DENSE:
             return False
         return not self.is_calibrated and not self.make().counts_dense_layers
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the density is reached by calibrating the policy on held-out prompts."""
+        """Whether the policy is calibrated to the density on held-out prompts."""
         return self.density is not None and has_knob(by_name(self.policy, preset=self.preset))
 
     def with_plan(self, plan: Plan | None) -> "Rule":
-        """The rule with a model's plan, where it is a recommended policy and says nothing of one.
+        """Adds a model's plan to a recommended policy whose fields do not set one.
 
-        The field `("plan", None)` leaves a rule without.
+        The field `("plan", None)` keeps a rule without a plan.
         """
         usual = by_name(self.policy, preset=self.preset)
         if "plan" in dict(self.fields) or with_plan(usual, plan) is usual:
@@ -91,11 +91,11 @@ class Rule:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that it has, if any."""
+        """The rule's plan, if any."""
         return dict(self.fields).get("plan")
 
     def __str__(self) -> str:
-        """Name in progress and errors, such as `paper 0.2`."""
+        """Names the rule in progress and errors, such as `paper 0.2`."""
         name = self.preset or self.policy
         name += f" {self.variant}" if self.variant else ""
         return name if self.density is None or self == DENSE else f"{name} {self.density:g}"
@@ -104,39 +104,40 @@ class Rule:
 DENSE = Rule("dense", None, 1.0)
 
 LEAST_KEPT = 0.5
-"""Share of the prompts wanted that a task must have, answered by dense attention, to count in a
-mean over tasks."""
+"""Share of the requested prompts that dense attention must answer for a task to count in a mean
+over tasks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Settings of `evaluate`. Dense attention is always measured too, as the reference.
+    """Settings of `evaluate`. Dense attention is always measured as the reference.
 
     Attributes:
       policies: Names of policies.
       presets: Presets of `sketchwalk`.
-      densities: Nominal densities of the policies that take one. Those with a knob instead are
-        calibrated to each of them on held-out prompts, one for each task, at every length.
-      fields: Other fields of the policies, each set in all of them that have it: with
-        `{"dense_layers": 2}` all leave the same layers dense.
+      densities: Nominal densities of the policies that take one. Policies with a threshold instead
+        are calibrated to each density on held-out prompts, one for each task, at every length.
+      fields: Other fields, each set in every policy that has it: with `{"dense_layers": 2}` all
+        policies leave the same layers dense.
       variants: Further rules, such as ablations; a file can be continued with more of them.
       tokens: Lengths: tokens of a prompt with its answer.
       tasks: Names of tasks.
-      phases: Where selection is sparse: `"prefill"`, `"decode"`, `"both"`.
-      prompts: Prompts of each task and length; variable tracking has two fifths of them for every
-        number of hops, long decoding a fifth.
-      probe_prompts: Prompts of each task and length on which mass recall and output error are
-        measured; 0 leaves them out.
-      batch: Prompts at a time, or None to choose by the memory of the device.
+      phases: Phases in which selection is sparse: `"prefill"`, `"decode"`, `"both"`.
+      prompts: Number of prompts of each task and length; variable tracking has two fifths of it for
+        every number of hops, long decoding one fifth.
+      probe_prompts: Prompts of each task and length for mass recall and output error; 0 skips
+        these.
+      batch: Prompts at a time, or None to choose by the device's memory.
       seed: Seed of the prompts.
-      wording: How tasks are put into words, one of `WORDINGS`: `"plain"`, as the bundled model was
+      wording: Sentences of the tasks, one of `WORDINGS`: `"plain"`, on which the bundled model was
         trained, or `"chat"`, for instruction models.
-      answerable: Whether prompts that dense attention does not answer are left out, for every
-        policy: they are drawn until `prompts` of them are answered or `tries` times as many drawn.
-        A task with fewer than `LEAST_KEPT` of `prompts` counts in no mean.
-      tries: Most prompts to draw, in multiples of those wanted; only with `answerable`.
+      answerable: Whether to leave out prompts that dense attention does not answer, for every
+        policy: prompts are drawn until `prompts` of them are answered or `tries` times as many are
+        drawn. A task with fewer than `LEAST_KEPT` of `prompts` counts in no mean.
+      tries: Most prompts to draw, in multiples of `prompts`; only with `answerable`.
       density_over: Layers whose mean density is the nominal one: `"sparse_layers"`, or
-        `"all_layers"`, dense ones included: a policy whose dense layers take more is not run.
+        `"all_layers"`, dense ones included; a policy whose dense layers alone exceed the density is
+        not run.
       calibrated_on: Tasks whose held-out prompts calibration takes; those of `tasks` by default.
 
     Raises:
@@ -216,12 +217,12 @@ class EvaluationConfig:
 
     @classmethod
     def reduced(cls, **fields: Any) -> Self:
-        """Few and short prompts, for few policies: ten minutes on two CPU cores that are busy.
+        """Makes a small evaluation: ten minutes on two busy CPU cores for a few policies.
 
-        Most of that is compilation, which every further policy adds to.
+        Most of the time is compilation, and every further policy adds some.
 
         Args:
-          **fields: Fields of the class, in place of the few that this chooses.
+          **fields: Fields of the class, which replace the reduced values.
         """
         few: dict[str, Any] = {
             "policies": ("streaming", "quest", "sketchwalk"),
@@ -235,7 +236,7 @@ class EvaluationConfig:
         return cls(**few | fields)
 
     def rules(self) -> tuple[Rule, ...]:
-        """Dense, then every policy at every density, then the variants."""
+        """Lists dense attention, then every policy at every density, then the variants."""
         found = [DENSE]
         for policy in self.policies:
             for preset in self.presets if policy == "sketchwalk" else (None,):
@@ -252,13 +253,13 @@ class EvaluationConfig:
         return tuple(part for rule in found for part in _over_all_layers(rule))
 
     def describe(self) -> dict[str, Any]:
-        """Settings, for `meta`, that all rows of one file must share."""
+        """Returns the settings for `meta`, which all rows of one file must share."""
         found: dict[str, Any] = {
             "seed": self.seed,
             "prompts": self.prompts,
             "probe_prompts": self.probe_prompts,
         }
-        # What files of before these options lack is left out where it says nothing new.
+        # Older files lack these options: leave out default values, so that they can be continued.
         found |= {"fields": dict(self.fields)} if self.fields else {}
         found |= {"wording": self.wording} if self.wording != "plain" else {}
         found |= {"answerable": {"tries": self.tries}} if self.answerable else {}
@@ -266,15 +267,15 @@ class EvaluationConfig:
         return found | ({} if is_sparse else {"density_over": self.density_over})
 
     def phases_of_rule(self, rule: Rule) -> tuple[str, ...]:
-        """Phases to run a rule in: those of its policy, and its own."""
+        """Phases to run a rule in: phases of its policy that the rule allows."""
         found = self.phases_of(rule.make())
         return tuple(phase for phase in found if rule.phases is None or phase in rule.phases)
 
     def phases_of(self, policy: Policy) -> tuple[str, ...]:
-        """Phases to run a policy in: those of the evaluation in which it selects.
+        """Phases of the evaluation in which a policy selects.
 
-        Dense attention has one row, called `both`. Policies that select in one phase only are not
-        run as `both`, which would be the same.
+        Dense attention has one row, called `both`. A policy that selects in one phase only is not
+        run as `both`, which would repeat that phase.
         """
         if len(policy.phases) == 2:
             return tuple(self.phases)
@@ -283,20 +284,20 @@ class EvaluationConfig:
         )
 
     def num_prompts(self, task: str) -> int:
-        """Prompts of a task at each length."""
-        if task == "long_decode":  # each is 512 tokens
+        """Returns the number of prompts of a task at each length."""
+        if task == "long_decode":  # each scores 512 tokens
             return max(1, self.prompts // 5)
         if task != "variable_tracking":
             return self.prompts
         return len(HOPS) * max(1, 2 * self.prompts // len(HOPS))
 
     def is_filtered(self, task: str) -> bool:
-        """Whether prompts of a task are left out that dense attention does not answer."""
+        """Whether the task leaves out prompts that dense attention does not answer."""
         return self.answerable and task not in LOSS_TASKS
 
 
 def _over_all_layers(rule: Rule) -> list[Rule]:
-    """The rule as it is set over all layers: apart for prefill and for decode."""
+    """Splits a rule over all layers into one for prefill and one for decode."""
     if rule == DENSE or rule.density is None:
         return [rule]
     own = rule.make().phases

@@ -1,9 +1,9 @@
-"""Statistics of the rows of an evaluation, and markdown tables.
+"""Computes statistics of an evaluation's rows, and makes markdown tables.
 
 A *row* is one entry of `rows` in `quality.json`: one policy, phase, task, length and density, with
-`is_right` for each prompt. The prompts of a task and length are the same for every policy, in the
-same order, so that two policies compare prompt by prompt. Rows are chosen, pooled and compared in
-pairs; every number in the tables at the end comes from that.
+`is_right` for each prompt. All policies answer the same prompts of a task and length in the same
+order, so two policies can be compared prompt by prompt. Every number in the tables comes from
+choosing, pooling or pairing rows.
 """
 
 import dataclasses
@@ -29,22 +29,21 @@ TASK_TITLES = {
     "code_loss": "Loss of code",
     "long_decode": "Long decoding",
 }
-"""Names of tasks in tables and figures, in their order."""
+"""Task titles in tables and figures, in their order."""
 
 PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode", "both": "Prefill and decode"}
-"""Names of the phases in which selection is sparse, in their order."""
+"""Titles of the sparse phases, in their order."""
 
 PHASES = tuple(PHASE_TITLES)
 
-# Policies appear in this order, unknown ones between: what is exact, the method, its rivals, simple
-# rules.
+# Order of policies: exact ones, the method, unknown ones, rivals, simple rules.
 _METHOD = ("paper", "damped", "one_hop", "released")
 _FIRST = ("dense", "oracle", *_METHOD, "minference", "flexprefill", "quest", "adamas")
 _LAST = ("streaming", "random")
 
 
 def policy_label(row: Row) -> str:
-    """Name of a row's policy: the preset where it has one, else the policy; then the variant.
+    """Names a row's policy: its preset or else its policy, then its variant.
 
     Example:
       >>> policy_label({"policy": "sketchwalk", "preset": "damped"})
@@ -55,43 +54,43 @@ def policy_label(row: Row) -> str:
 
 
 def policy_labels(rows: Iterable[Row]) -> list[str]:
-    """The policies of some rows, each once, in the order of tables and figures."""
+    """Lists the policies of some rows once each, in the order of tables and figures."""
     found = list(dict.fromkeys(map(policy_label, rows)))
     middle = [name for name in found if name not in (*_FIRST, *_LAST)]
     return [name for name in (*_FIRST, *middle, *_LAST) if name in found]
 
 
 def values_of(rows: Iterable[Row], field: str) -> list[Any]:
-    """The different values of a field, ascending, without null."""
+    """Lists the distinct values of a field, ascending, without null."""
     return sorted({row[field] for row in rows if row.get(field) is not None})
 
 
 def densities(rows: Iterable[Row]) -> list[float]:
-    """The nominal densities of sparse policies, ascending."""
+    """Lists the nominal densities of sparse policies, ascending."""
     return values_of((row for row in rows if not is_dense(row)), "density")
 
 
 def measured_phases(rows: Iterable[Row]) -> list[str]:
-    """The phases in which some policy was sparse, in their order."""
+    """Lists the phases in which some policy was sparse, in their order."""
     found = {row["phase"] for row in rows if not is_dense(row)}
     return [phase for phase in PHASES if phase in found]
 
 
 def probed_phases(rows: Iterable[Row], field: str) -> list[str]:
-    """The phases with values by layer; both together only where neither stands alone."""
+    """Lists the phases with values by layer; `both` only if neither phase was measured alone."""
     found = measured_phases(row for row in rows if row.get(field))
     return [phase for phase in found if phase != "both"] or found
 
 
 def tasks_of(rows: Iterable[Row], *, is_scored: bool = True) -> list[str]:
-    """The tasks of some rows in their order, the text loss only with `is_scored=False`."""
+    """Lists the tasks of some rows in their order, the text loss only with `is_scored=False`."""
     found = {row["task"] for row in rows}
     order = [*TASK_TITLES, *sorted(found - set(TASK_TITLES))]
     return [task for task in order if task in found and not (is_scored and task in LOSS_TASKS)]
 
 
 def is_dense(row: Row) -> bool:
-    """Whether this is a row of dense attention, which no phase or density tells apart."""
+    """Whether this is a row of dense attention, which stands for every phase and density."""
     return row["policy"] == "dense"
 
 
@@ -105,18 +104,18 @@ def rows_with(
     tokens: int | None = None,
     density: float | None = None,
 ) -> list[Row]:
-    """The rows with these values; `None` leaves a field open.
+    """Selects the rows with these values; `None` leaves a field open.
 
-    Dense rows answer to every phase and density, and rows without a nominal density (a preset that
-    sets its own) to every density.
+    Dense rows match every phase and density, and rows without a nominal density (presets that set
+    their own) every density.
 
     Args:
       rows: Rows of one evaluation.
       model: A model, in a file of several.
-      label: As `policy_label` gives it.
-      phase: Where selection was sparse.
+      label: A label from `policy_label`.
+      phase: Phase in which selection was sparse.
       task: A task.
-      tokens: A length.
+      tokens: A prompt length.
       density: A nominal density.
 
     Returns:
@@ -140,7 +139,7 @@ def rows_with(
 
 
 def check_choices(rows: Sequence[Row], **wanted: Any) -> None:
-    """Raises a `ValueError` unless there are rows and each wanted value is one of theirs."""
+    """Raises a `ValueError` unless there are rows and each wanted value occurs in them."""
     if not rows:
         raise ValueError("rows must hold at least one row, got none")
     for name, value in wanted.items():
@@ -150,7 +149,7 @@ def check_choices(rows: Sequence[Row], **wanted: Any) -> None:
 
 
 def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
-    """The density asked for, or the highest one below 1; `None` if every policy sets its own."""
+    """Returns the requested density, or the highest below 1; `None` if policies set their own."""
     found = densities(rows)
     if density is None:
         return max((one for one in found if one < 1.0), default=found[-1] if found else None)
@@ -159,10 +158,10 @@ def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
 
 
 def counted(rows: Iterable[Row]) -> list[Row]:
-    """The rows that a mean over tasks is made of.
+    """Selects the rows that count in a mean over tasks.
 
-    Those with answers, without tasks of which dense attention answers too few prompts: these are
-    listed for themselves, and in no policy's mean.
+    Rows with answers count, except in tasks of which dense attention answers too few prompts: such
+    tasks are listed, but in no policy's mean.
     """
     return [
         row for row in rows if row["task"] not in LOSS_TASKS and row.get("in_mean") is not False
@@ -170,7 +169,7 @@ def counted(rows: Iterable[Row]) -> list[Row]:
 
 
 def without_parts(rows: Iterable[Row]) -> list[Row]:
-    """Leaves out the rows by depth wherever the row over all depths is there as well."""
+    """Drops the rows by depth if the row over all depths exists."""
     rows = list(rows)
     fields = [field for field in ROW_KEY if field != "depth"]
     settings = [(*(row[field] for field in fields), row.get("variant")) for row in rows]
@@ -181,16 +180,16 @@ def without_parts(rows: Iterable[Row]) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pooled:
-    """Several rows as one; fields are `None` where no row has them.
+    """Several rows as one; fields that no row has are `None`.
 
     Attributes:
-      prompts: Prompts in all.
+      prompts: Total number of prompts.
       exact: Share of right answers.
       low: Lower end of Wilson's 95 % interval of that share.
       high: Its upper end.
       text_loss: Mean loss, nats per token.
       density_sparse_layers: Measured density of the sparse phase, over the sparse layers.
-      density_all_layers: The same over all layers.
+      density_all_layers: Measured density over all layers.
     """
 
     prompts: int
@@ -203,13 +202,13 @@ class Pooled:
 
 
 def pool(rows: Iterable[Row]) -> Pooled | None:
-    """Joins rows: right answers are added up, other values averaged over prompts.
+    """Pools rows: sums right answers and averages other values over prompts.
 
     Args:
-      rows: Rows of one policy; rows by depth are left out where a row over all depths is there.
+      rows: Rows of one policy; rows by depth are dropped if a row over all depths exists.
 
     Returns:
-      What they say together, or `None` without rows.
+      The pooled values, or `None` without rows.
     """
     rows = without_parts(rows)
     if not rows:
@@ -230,14 +229,14 @@ def pool(rows: Iterable[Row]) -> Pooled | None:
 
 
 def mean_of(rows: Iterable[Row], field: str) -> float | None:
-    """The mean of a field over prompts; `None` where no row has a value."""
+    """Averages a field over prompts; `None` if no row has a value."""
     pairs = [(row[field], row["prompts"]) for row in rows if row.get(field) is not None]
     total = sum(count for _, count in pairs)
     return sum(value * count for value, count in pairs) / total if total else None
 
 
 def mean_by_layer(rows: Iterable[Row], field: str) -> list[float | None]:
-    """The mean of a list by layer over rows, layer by layer; `None` where no row has a value.
+    """Averages a list by layer over rows; `None` for layers without a value.
 
     Args:
       rows: Rows of one policy.
@@ -257,10 +256,10 @@ class Difference:
     """Difference of two policies on the same prompts.
 
     Attributes:
-      mean: Of the first policy minus that of the second.
+      mean: Mean of the first policy minus mean of the second.
       low: Lower end of its 95 % interval.
       high: Its upper end.
-      prompts: Prompts that both have.
+      prompts: Number of prompts that both have.
     """
 
     mean: float
@@ -308,7 +307,7 @@ def paired_loss_difference(first: Iterable[Row], second: Iterable[Row]) -> Diffe
 
 
 def _pairs(first: Iterable[Row], second: Iterable[Row], field: str) -> list[tuple[Any, Any]]:
-    """The values by prompt of a field, of both policies."""
+    """Pairs both policies' values of a field by prompt."""
     some, others = _by_setting(first, field), _by_setting(second, field)
     return [
         pair
@@ -327,9 +326,9 @@ def _by_setting(rows: Iterable[Row], field: str) -> dict[tuple[Any, ...], Sequen
 def paired_interval(
     both: int, only_first: int, only_second: int, neither: int
 ) -> tuple[float, float]:
-    """Newcombe's interval of the difference of two shares of the same prompts, 95 %.
+    """Computes Newcombe's 95 % interval of the difference of two shares of the same prompts.
 
-    Wilson's intervals of both shares, joined by their correlation (Statistics in Medicine 17
+    It joins Wilson's intervals of both shares by their correlation (Statistics in Medicine 17
     (1998), pages 2635-2650, method 10).
 
     Args:
@@ -365,7 +364,7 @@ def paired_interval(
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Student's interval of a mean, 95 %.
+    """Computes Student's 95 % interval of a mean.
 
     Args:
       values: Independent values, at least two.
@@ -387,14 +386,14 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 # Tables.
 
 NOTHING = "–"
-"""Stands where there is no value."""
+"""Text of a cell without a value."""
 _MINUS = "\N{MINUS SIGN}"
 
 
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, num_names: int = 1
 ) -> str:
-    """A table with its first columns, `num_names` of them, to the left and the others to the right.
+    """Makes a table: the first `num_names` columns aligned left, the others right.
 
     Example:
       >>> print(markdown_table(("Policy", "Exact"), [("dense", "1.00")]))
@@ -407,45 +406,45 @@ def markdown_table(
 
 
 def longest(rows: Sequence[Row]) -> int:
-    """The longest length that was measured, in tokens."""
+    """Returns the longest measured length, in tokens."""
     return max(row["tokens"] for row in rows)
 
 
 def task_title(task: str) -> str:
-    """Name of a task for readers."""
+    """Returns the title of a task."""
     return TASK_TITLES.get(task, task.replace("_", " "))
 
 
 def density_title(density: float | None) -> str:
-    """A nominal density as a title; `None` where every policy sets its own."""
+    """Formats a nominal density as a title; `None` means that every policy sets its own."""
     return "Densities of their own" if density is None else f"Density {density:g}"
 
 
 def name_of(label: str) -> str:
-    """A policy for a table: presets and policies as code, dense as a word."""
+    """Formats a policy for a table: presets and policies as code, dense as a word."""
     return label if label == "dense" else f"`{label}`"
 
 
 def share(pooled: Pooled | None) -> str:
-    """Right answers with their interval, as `0.95 (0.90–0.98)`."""
+    """Formats right answers with their interval, as `0.95 (0.90–0.98)`."""
     if pooled is None or pooled.exact is None:
         return NOTHING
     return f"{pooled.exact:.2f} ({pooled.low:.2f}–{pooled.high:.2f})"
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """A difference with its sign: `+0.12`, `−0.12` with a true minus, `0.00`."""
+    """Formats a difference with its sign: `+0.12`, `−0.12` with a true minus, `0.00`."""
     text = f"{value:+.{digits}f}"
     return text[1:] if float(text) == 0 else text.replace("-", _MINUS)
 
 
 def difference(first: Sequence[Row], second: Sequence[Row]) -> str:
-    """A paired difference with its interval, as `−0.35 (−0.42 to −0.28)`."""
+    """Formats a paired difference with its interval, as `−0.35 (−0.42 to −0.28)`."""
     return _interval(paired_difference(first, second), 2)
 
 
 def loss_difference(first: Sequence[Row], second: Sequence[Row]) -> str:
-    """First minus second text loss on the same prompts, or a dash where there are none."""
+    """Formats first minus second text loss on the same prompts, or a dash without any."""
     return _interval(paired_loss_difference(first, second), 3)
 
 
@@ -461,7 +460,7 @@ def _loss(pooled: Pooled | None) -> str:
 
 
 def measured(pooled: Pooled | None) -> str:
-    """Measured density of the sparse layers and of all layers, as `0.20 / 0.34`."""
+    """Formats the measured density of the sparse layers and of all layers, as `0.20 / 0.34`."""
     if pooled is None or pooled.density_sparse_layers is None or pooled.density_all_layers is None:
         return NOTHING
     return f"{pooled.density_sparse_layers:.2f} / {pooled.density_all_layers:.2f}"
@@ -474,13 +473,13 @@ def _policy_table(
     *,
     by_phase: bool = False,
 ) -> str:
-    """A table with a row for each policy, or each policy and phase, of which there are rows.
+    """Makes a table with a line for each policy, or each policy and phase, that has rows.
 
     Args:
-      labels: The policies, in their order.
-      rows: What the table is of.
-      columns: By its title, what a column says of some rows.
-      by_phase: Whether phases have rows of their own; dense attention has one.
+      labels: Labels of the policies, in their order.
+      rows: Rows that the table shows.
+      columns: Functions from rows to the text of a cell, by the title of their column.
+      by_phase: Whether each phase has its own line; dense attention always has one.
     """
     body = []
     for label in labels:
@@ -495,17 +494,17 @@ def _policy_table(
 
 
 def _of_task(task: str | None, rows: Iterable[Row]) -> list[Row]:
-    """The rows of a task, or those that a mean over tasks is made of."""
+    """Selects the rows of a task; without a task, the rows that count in a mean over tasks."""
     return counted(rows) if task is None else rows_with(rows, task=task)
 
 
 def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
-    """Right answers of every policy in every task, with Wilson's 95 % intervals.
+    """Shows right answers of every policy in every task, with Wilson's 95 % intervals.
 
     Args:
       rows: Rows of one evaluation.
-      phase: Where selection is sparse.
-      density: Nominal density; policies that set their own are listed at that.
+      phase: Phase in which selection is sparse.
+      density: Nominal density; policies that set their own are always listed.
       tokens: Length.
 
     Returns:
@@ -533,12 +532,12 @@ def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, to
 
 
 def _task_columns(tasks: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Titles of tasks, and of all together."""
+    """Lists columns: each task with its title, then all tasks together."""
     return [*((task_title(task), task) for task in tasks), ("All", None)]
 
 
 def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
-    """Right answers beyond those of dense attention to the same prompts, with 95 % intervals.
+    """Shows right answers minus dense attention's on the same prompts, with 95 % intervals.
 
     Arguments as in `accuracy_table`.
     """
@@ -553,10 +552,10 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, 
 
 
 def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
-    """All scored tasks together, by phase, beside the text loss and the measured density.
+    """Shows all scored tasks together by phase, the text loss and the measured density.
 
-    Arguments as in `accuracy_table`. Loss and density are those of the first phase in which the
-    policy was measured; where it selects nothing, or was not run, there is a dash.
+    Arguments as in `accuracy_table`. Loss and density belong to the first phase in which the policy
+    was measured; a dash marks a phase in which it selects nothing or was not run.
     """
     phases = measured_phases(rows) or ["both"]
     body = []
@@ -574,7 +573,7 @@ def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) ->
 
 
 def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
-    """Variable tracking by the number of statements to follow.
+    """Shows variable tracking by the number of statements to follow.
 
     Arguments as in `accuracy_table`.
     """
@@ -589,7 +588,7 @@ def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> st
 
 
 def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
-    """All scored tasks together by phase and length, with Wilson's 95 % intervals."""
+    """Shows all scored tasks together by phase and length, with Wilson's 95 % intervals."""
     columns = {
         f"{tokens:,} tokens": lambda some, tokens=tokens: share(
             pool(rows_with(some, tokens=tokens))
@@ -601,16 +600,16 @@ def lengths_table(rows: Sequence[Row], *, density: float | None) -> str:
 
 
 def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
-    """Text loss beyond that of dense attention to the same text, nats per token.
+    """Shows text loss minus dense attention's on the same text, nats per token.
 
     Args:
       rows: Rows of one evaluation.
-      densities: Nominal densities, each a column; presets that set their own stand in all of them.
+      densities: Nominal densities, each a column; presets that set their own appear in all.
       tokens: Length.
 
     Returns:
       A markdown table with 95 % intervals of the paired differences, and a row for each phase in
-      which a policy was measured; the row of dense attention has its loss itself.
+      which a policy was measured; the row of dense attention shows its loss.
     """
     chosen = rows_with(rows, task="text_loss", tokens=tokens)
     dense = rows_with(chosen, label="dense")
@@ -625,7 +624,7 @@ def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens
 
 
 def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens: int) -> str:
-    """Mass recall and relative output error, means over tasks and sparse layers."""
+    """Shows mass recall and relative output error, means over tasks and sparse layers."""
     fields = {"mass_recall_by_layer": "mass recall", "output_error_by_layer": "output error"}
     phases = probed_phases(rows, "mass_recall_by_layer")
     chosen = [
@@ -648,14 +647,14 @@ def recall_table(rows: Sequence[Row], *, densities: Sequence[float | None], toke
 
 
 def settings_table(rows: Sequence[Row]) -> str:
-    """Lists what calibration set, and the density that it gave on the scored prompts.
+    """Lists calibrated settings, and the density that they gave on the scored prompts.
 
     Args:
       rows: Rows of one evaluation.
 
     Returns:
-      A markdown table with a row for each policy, nominal density and length; empty text if nothing
-      was calibrated.
+      A markdown table with a row for each policy, nominal density and length; empty text without
+      calibration.
     """
     order = policy_labels(rows)
     found: dict[tuple[int, int, float, int], list[Row]] = {}
@@ -680,7 +679,7 @@ def settings_table(rows: Sequence[Row]) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value that calibration set."""
+    """Formats a calibrated value."""
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_value, value))})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

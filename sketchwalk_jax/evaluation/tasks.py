@@ -1,4 +1,4 @@
-"""Prompts of the evaluation: facts hidden in a text, and whether an answer is right.
+"""Draws the prompts of an evaluation, facts hidden in a text, and scores answers.
 
 Task | hidden in the text | asked
 --- | --- | ---
@@ -13,7 +13,7 @@ text_loss | nothing | nothing: the loss of 64 tokens of the text
 code_loss | nothing | the same of a text with lines: program code
 long_decode | nothing | the loss of the last 512 tokens of the text, fed one by one
 
-What is hidden and asked is put into words by a *wording* (`wording.py`).
+A *wording* (`wording.py`) gives the sentences to hide and the questions.
 """
 
 import dataclasses
@@ -48,49 +48,49 @@ TASKS = (
 )
 
 LOSS_TASKS = ("text_loss", "code_loss", "long_decode")
-"""Tasks that ask nothing: what they score is the loss of the text itself."""
+"""Tasks without a question, which score the loss of the text."""
 
 ALL_TASKS = (*TASKS, "code_loss", "long_decode")
-"""All tasks; an evaluation runs `TASKS` unless it is told otherwise."""
+"""All tasks; an evaluation runs `TASKS` by default."""
 
 ANSWERED_TASKS = ("variable_tracking", "mid_prompt")
-"""Tasks whose answers belong to the prompt, so that a prefill alone reads them.
+"""Tasks whose answers are part of the prompt, so that one prefill scores them.
 
-Variable tracking, because every part of its answer is a look-up, and all are to happen in the phase
-that is tested.
+In variable tracking every part of the answer is a look-up, and all look-ups must happen in the
+tested phase.
 """
 
 HOPS = (2, 3, 4, 5, 6)
-"""Statements of a chain of variable_tracking."""
+"""Numbers of statements in a chain of variable_tracking."""
 
 NUM_SCORED = 64
-"""Tokens whose loss text_loss takes; answers within a prompt have at most as many."""
+"""Tokens that text_loss scores, and the most of an answer within a prompt."""
 
 NUM_DECODED = 512
-"""Tokens that long_decode feeds."""
+"""Tokens that long_decode feeds one by one."""
 
-# Tokens that stand behind what mid_prompt asks and what text_loss scores, where there is room: more
-# than any policy's dense end of the prompt.
+# Tokens after the question of mid_prompt and the scored tokens of text_loss, if there is room: more
+# than any policy keeps dense at the end of a prompt.
 _NUM_TOKENS_BEHIND = 512
-_NUM_STATEMENTS = 16  # of multi_query and mid_prompt
-_NUM_ASKED = 4  # words of multi_query, codes of multi_value
-_NUM_OTHER_WORDS = 8  # of multi_value
-_NUM_CHAINS = 3  # of variable_tracking; one is asked for
+_NUM_STATEMENTS = 16  # hidden by multi_query and mid_prompt
+_NUM_ASKED = 4  # words in multi_query, codes in multi_value
+_NUM_OTHER_WORDS = 8  # in multi_value
+_NUM_CHAINS = 3  # in variable_tracking; the question is about one
 _MOST_VOTES = 12
 _OTHER_VOTES = (2, 3, 4)
 _NUM_OTHER_CANDIDATES = 5
 
 
-# What each task hides and asks: random words and numbers in those sentences.
+# Statements and questions of each task: random words and numbers in a wording's sentences.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """Statements to hide, in the order in which they stand in the text, and what is asked.
+    """Statements to hide, in the order of the text, and the question.
 
     Attributes:
       statements: Sentences to scatter in the text; each begins with a space.
-      asked: What is asked, and what answers it.
+      asked: Question and answer.
     """
 
     statements: list[str]
@@ -109,10 +109,10 @@ def _draw_question(
     """Draws the statements and the question of one prompt.
 
     Args:
-      task: Name of a task that asks something: any but text_loss.
-      words: Words that may be used: those that the passage lacks.
+      task: Name of a task with a question.
+      words: Words to use, which the passage must lack.
       rng: Source of all randomness.
-      wording: Its sentences.
+      wording: Source of the sentences.
       hops: Statements in a chain of variable_tracking.
       num_keys: Statements of multi_key.
 
@@ -147,12 +147,12 @@ def _draw_question(
 
 
 def _draw_numbers(count: int, rng: np.random.Generator) -> list[str]:
-    """Distinct numbers of five digits."""
+    """Draws distinct numbers of five digits."""
     return [str(10000 + number) for number in rng.choice(90000, count, replace=False)]
 
 
 def _one_code(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
-    """A code for each word; one is asked for."""
+    """Gives each word a code and asks for one."""
     numbers = _draw_numbers(len(words), rng)
     asked = int(rng.integers(len(words)))
     statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
@@ -160,7 +160,7 @@ def _one_code(words: list[str], rng: np.random.Generator, wording: Wording) -> _
 
 
 def _several_words(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
-    """A code for each word; several are asked for in one question, in any order."""
+    """Gives each word a code and asks for several in one question, in any order."""
     numbers = _draw_numbers(len(words), rng)
     asked = rng.choice(len(words), _NUM_ASKED, replace=False)
     statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
@@ -169,7 +169,7 @@ def _several_words(words: list[str], rng: np.random.Generator, wording: Wording)
 
 
 def _several_codes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
-    """Several codes for the first word, one for each other; all of the first are asked for."""
+    """Gives the first word several codes and each other one, and asks for all of the first."""
     owners = rng.permutation([words[0]] * _NUM_ASKED + words[1:]).tolist()
     numbers = _draw_numbers(len(owners), rng)
     statements = wording.codes(owners, numbers)
@@ -181,7 +181,7 @@ def _several_codes(words: list[str], rng: np.random.Generator, wording: Wording)
 def _chains(
     draw_words: Callable[[int], list[str]], hops: int, rng: np.random.Generator, wording: Wording
 ) -> _Question:
-    """Chains of variables, one among another; one is to be followed name by name to its number.
+    """Interleaves chains of variables, and asks to follow one name by name to its number.
 
     Following a chain means reading `hops` statements: `hops - 1` that copy a name, and the number
     (`num_hops` of RULER counts the copies; its answer lists the names as well).
@@ -199,14 +199,14 @@ def _chains(
 
 
 def _votes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
-    """Votes, most of them for the first word, which is asked for."""
+    """Gives most votes to the first word, and asks for the word with the most."""
     counts = [_MOST_VOTES, *rng.choice(_OTHER_VOTES, len(words) - 1).tolist()]
     votes = rng.permutation(np.repeat(words, counts)).tolist()
     statements = [wording.vote(word) for word in votes]
     return _Question(statements, wording.ask_votes(words[0]))
 
 
-# Prompts: those sentences in a passage of the text, and the question where the task wants it.
+# Prompts: statements in a passage of the text, and the question.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,13 +215,13 @@ class Sample:
 
     Attributes:
       task: Name of the task.
-      tokens: int32, everything in order: the prompt; the answer, in variable_tracking, mid_prompt
-        and the losses; and the text behind it, in the last two.
-      answer_start: Index in `tokens` of the first answer token; `len(tokens)` where the question
-        ends the prompt.
-      answer: int32, the tokens of the answer with its full stop; of a loss the scored tokens.
-      question_start: Index of the first token of the question; of a loss `answer_start`.
-      expected: The answer as text without the space before it, such as "68084."; of a loss "".
+      tokens: int32, the prompt, then the answer in variable_tracking, mid_prompt and losses, then
+        the following text in mid_prompt and losses.
+      answer_start: Index in `tokens` of the first answer token; `len(tokens)` if the question ends
+        the prompt.
+      answer: int32, the tokens of the answer with its full stop; for a loss the scored tokens.
+      question_start: Index of the first token of the question; for a loss `answer_start`.
+      expected: The answer as text without the space before it, such as "68084."; for a loss "".
       depth: Share of the text before the statement, in single_needle.
       hops: Statements of a chain, in variable_tracking.
     """
@@ -252,24 +252,22 @@ def draw_samples(
 ) -> list[Sample]:
     """Draws prompts of a task.
 
-    Sample i depends on the arguments other than `count`: more samples begin with the same ones.
+    Sample i does not depend on `count`: a longer list begins with the same samples.
 
     Args:
       task: One of `ALL_TASKS`.
-      text: The text to hide facts in; for code_loss `read_code`'s.
+      text: The text to hide facts in; for code_loss the text of `read_code`.
       tokenizer: A tokenizer of transformers.
       num_tokens: Length of `Sample.tokens`, special tokens at its beginning included. Prompts end
-        at words, so a tokenizer with long words can miss it by a few tokens, never above.
+        at words, so they can be a few tokens shorter if words are long, never longer.
       count: Number of samples.
       seed: Seed of all random choices.
       wording: One of `WORDINGS`; `"chat"` for instruction models, with a chat template. Losses have
-        none: their text stands for itself.
-      first: Index of the first sample to draw: `count` from there on, the same ones as in a longer
-        list from the beginning.
-      hops: Statements of a chain of variable_tracking, 2 to 6; None takes them in turn. Of no other
-        task.
-      depths: Number of depths of single_needle; they are the centres of as many equal parts of the
-        text. Samples take them in turn, so that their numbers differ by one at most.
+        no wording.
+      first: Index of the first of the `count` samples, in the list that starts at 0.
+      hops: Statements of a chain, 2 to 6, in variable_tracking only; None takes them in turn.
+      depths: Number of depths of single_needle, the centres of as many equal parts of the text.
+        Samples take them in turn, so their counts differ by at most one.
       num_keys: Statements of multi_key.
 
     Returns:
@@ -328,12 +326,12 @@ def draw_samples(
 
 
 def text_for(task: str, text: Text) -> Text:
-    """The text that a task is drawn from: its own for program code, else the one given."""
+    """Returns the text to draw a task from: program code for code_loss, else the given text."""
     return read_code() if task == "code_loss" else text
 
 
 def _depth(index: int, depths: int) -> float:
-    """Depth of a sample: all in turn, far ones after one another, so that few are spread too."""
+    """Returns the depth of a sample; successive ones are far apart, so that few samples spread."""
     step = round(0.618 * depths) or 1
     while np.gcd(step, depths) > 1:
         step += 1
@@ -341,7 +339,7 @@ def _depth(index: int, depths: int) -> float:
 
 
 def _loss_sample(task: str, text: Sequence[int]) -> Sample:
-    """A window of a text, of which tokens some way before its end, or the last, are scored."""
+    """Cuts a window of a text, and scores tokens some way before its end, or the last ones."""
     tokens = np.array(text, np.int32)
     is_long = task == "long_decode"
     least = 2 * (NUM_DECODED if is_long else NUM_SCORED)
@@ -367,7 +365,7 @@ def _question_sample(
     depth: float | None,
     hops: int | None,
 ) -> Sample:
-    """Scatters the statements in a passage, in its frame, and asks where the task wants it."""
+    """Scatters the statements in a passage, adds the frame, and places the question."""
     statements = [haystack.encoder.sentence(statement) for statement in question.statements]
     asked, after, closing = (
         haystack.encoder.passage(part) for part in (frame.asking, frame.after, frame.closing)
@@ -377,7 +375,7 @@ def _question_sample(
     told = len(asked) + (len(answer) if task in ANSWERED_TASKS else 0) + len(after) + len(closing)
     hay = haystack.fit(words, num_tokens - hidden - told)
     ends = np.cumsum([len(piece) for piece in hay])
-    stop = len(hay)  # words before the question
+    stop = len(hay)  # passage words before the question
     if task == "mid_prompt" and hay:
         latest = max(0.5, min(0.75, 1 - (_NUM_TOKENS_BEHIND + told) / num_tokens))
         stop = int(np.searchsorted(ends, rng.uniform(0.5, latest) * num_tokens - hidden))
@@ -418,15 +416,15 @@ def score(sample: Sample, generated_text: str) -> bool:
     """Whether a generated text begins with the right answer.
 
     Args:
-      sample: A sample with an answer: of any task but text_loss.
-      generated_text: What the model wrote; spaces around it do not matter.
+      sample: A sample of a task with a question.
+      generated_text: The generated text; surrounding spaces are ignored.
 
     Returns:
-      True if it begins with all values of the answer, in order, and the last one ends there: 12345
-      is not answered by 123456.
+      True if the text begins with all values of the answer, in order, and the last one ends there:
+      123456 does not answer 12345.
 
     Raises:
-      ValueError: If the sample asks nothing.
+      ValueError: If the sample has no question.
 
     Example:
       >>> sample = Sample("multi_key", np.zeros(8, np.int32), 8, np.zeros(2, np.int32), 6, "12345.")

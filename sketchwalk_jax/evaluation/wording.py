@@ -1,12 +1,12 @@
-"""Wording of tasks: the sentences to hide, the questions, and the frame around them.
+"""Words the tasks: the sentences to hide, the questions, and the frame around them.
 
-`plain` is what the bundled model was trained on: statements in a text, and `Q: ... ? A:` behind or
-within it. `chat` is for instruction models: one user message of an instruction, the text with the
-statements in it, and the question; the assistant's turn begins with the words that lead up to the
-answer (as in RULER, arXiv:2404.06654), so that a small model answers in the expected form.
+The bundled model was trained on `plain`: statements in a text, and `Q: ... ? A:` after or within
+it. `chat` is for instruction models: one user message with an instruction, the text with its
+statements, and the question; the assistant's turn begins with the words that lead up to the answer
+(as in RULER, arXiv:2404.06654), so that a small model answers in the expected form.
 
-Sentences begin with a space and none ends with one, so that they can follow one another and a
-tokenizer sees the same tokens wherever they stand.
+Sentences begin with a space and do not end with one: they can follow one another, and have the same
+tokens anywhere.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 from sketchwalk_jax.text.tokenizer import render_chat
 from sketchwalk_jax.validation import check_choice
 
-# Stands in a conversation for what is inserted later. No text has it, and no template escapes it.
+# Marks insertions in a conversation: no text contains it, and no template escapes it.
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
@@ -31,7 +31,7 @@ def code_question(word: str) -> str:
 
 
 def answer_text(values: Sequence[str]) -> str:
-    """The answer to a question, up to the full stop that ends it."""
+    """Writes the answer to a question, up to its final full stop."""
     return f" {', '.join(values)}."
 
 
@@ -41,9 +41,8 @@ class Asked:
 
     Attributes:
       question: The sentence that asks.
-      answer: What is right, up to the full stop that ends it; begins with a space.
-      prefix: What the assistant's turn begins with, just before the answer; empty where there are
-        no turns.
+      answer: The right answer, up to its final full stop; begins with a space.
+      prefix: Beginning of the assistant's turn, just before the answer; empty without turns.
     """
 
     question: str
@@ -61,11 +60,11 @@ class Wording:
         return code_statement(word, number)
 
     def codes(self, words: Sequence[str], numbers: Sequence[str]) -> list[str]:
-        """States codes in the order of the text, of which a word may have several."""
+        """States codes in the order of the text; a word may have several."""
         return [self.code(*pair) for pair in zip(words, numbers, strict=True)]
 
     def ask_code(self, word: str, number: str) -> Asked:
-        """Asks for it."""
+        """Asks for the code of a word."""
         return Asked(code_question(word), answer_text([number]))
 
     def ask_each_code(self, words: Sequence[str], numbers: Sequence[str]) -> Asked:
@@ -77,15 +76,15 @@ class Wording:
         return Asked(f" Q: all codes of {word}? A:", answer_text(numbers))
 
     def value(self, name: str, value: str) -> str:
-        """Gives a variable its value: a number, or the name of another variable."""
+        """Assigns a variable its value: a number, or the name of another variable."""
         return f" Let {name} be {value}."
 
     def ask_value(self, name: str, values: Sequence[str]) -> Asked:
-        """Asks for the variables that lead to its number, and the number."""
+        """Asks for the variables on the way to a variable's number, and the number."""
         return Asked(f" Q: value of {name}? A:", answer_text(values))
 
     def vote(self, word: str) -> str:
-        """One of the votes to count."""
+        """States one vote for a word."""
         return f" One vote for {word}."
 
     def ask_votes(self, word: str) -> Asked:
@@ -93,16 +92,16 @@ class Wording:
         return Asked(" Q: most votes? A:", answer_text([word]))
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
-        """Text before the passage; None for the tokens that the tokenizer itself begins with."""
+        """Writes the text before the passage; None for the tokenizer's own beginning tokens."""
         return None
 
     def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
-        """Text between the passage and the answer, and behind the answer."""
+        """Writes the text between the passage and the answer, and after the answer."""
         return Frame(asked.question)
 
 
 class ChatWording(Wording):
-    """Sentences for instruction models, in the turns of their chat template: `chat`."""
+    """The wording `chat`: sentences for instruction models, in the turns of their chat template."""
 
     name = "chat"
 
@@ -111,12 +110,12 @@ class ChatWording(Wording):
         return f" The secret code of {word} is {number}."
 
     def ask_code(self, word: str, number: str) -> Asked:
-        """Asks for it."""
+        """Asks for the code of a word."""
         prefix = f"The secret code of {word} is"
         return Asked(f"What is the secret code of {word}?", answer_text([number]), prefix)
 
     def codes(self, words: Sequence[str], numbers: Sequence[str]) -> list[str]:
-        """States codes in the order of the text; those of a word with several are counted."""
+        """States codes in the order of the text, and numbers several codes of one word."""
         found = []
         for index, pair in enumerate(zip(words, numbers, strict=True)):
             is_one_of_several = words.count(words[index]) > 1
@@ -135,7 +134,7 @@ class ChatWording(Wording):
         return _lines_asked(lines, numbers)
 
     def ask_value(self, name: str, values: Sequence[str]) -> Asked:
-        """Asks for the variables that lead to its number, and the number, step by step."""
+        """Asks for the variables on the way to a number, and the number, step by step."""
         steps = "".join(self.value(*link) for link in zip([name, *values], values, strict=False))
         prefix = f"Let {name} be"
         question = f"What is {name}? Answer step by step, down to the number."
@@ -147,21 +146,21 @@ class ChatWording(Wording):
         return Asked("Which word has the most votes?", answer_text([word]), prefix)
 
     def opening(self, task: str, tokenizer: Any) -> str | None:
-        """The chat template's beginning and the instruction."""
+        """Writes the chat template's beginning and the instruction."""
         return self._parts(task, Asked("", ""), tokenizer)[0]
 
     def frame(self, task: str, asked: Asked, tokenizer: Any) -> "Frame":
-        """Text between the passage and the answer, and behind the answer.
+        """Writes the text between the passage and the answer, and after the answer.
 
         Raises:
-          ValueError: If the tokenizer has no chat template, or one that changes what is said.
+          ValueError: If the tokenizer has no chat template, or one that alters the messages.
         """
         return Frame(*self._parts(task, asked, tokenizer)[1:])
 
     def _parts(self, task: str, asked: Asked, tokenizer: Any) -> list[str]:
-        """Pieces that the chat template writes before, between and behind the texts."""
+        """Splits the chat template's text into pieces before, between and after the insertions."""
         kind = {"variable_tracking": "variables", "aggregation": "votes"}.get(task, "secret codes")
-        # All pieces meet at a space, where no tokenizer joins what stands on both sides.
+        # All pieces meet at a space, across which no tokenizer merges.
         text = (
             f"Some {kind} are hidden in the following text. Memorize them. I will ask about them "
             f"afterwards.\n\nText:{_MARK} (End of the text.)\n\n{asked.question}"
@@ -191,7 +190,7 @@ def _nth_code(nth: int, word: str, number: str) -> str:
 
 
 def _lines_asked(lines: Sequence[str], numbers: Sequence[str]) -> Asked:
-    """Asks for lines to be completed with numbers, the first one's beginning being given."""
+    """Asks to complete lines with numbers; the beginning of the first one is given."""
     blank = "\n".join(
         line.replace(number, "___") for line, number in zip(lines, numbers, strict=True)
     )
@@ -205,9 +204,9 @@ class Frame:
     """Text around the answer. Words of the passage go on with a space.
 
     Attributes:
-      asking: From the end of the text to the answer.
-      after: From the answer to the rest of the text, where there is a rest.
-      closing: Behind that.
+      asking: Text from the end of the passage to the answer.
+      after: Text from the answer to the rest of the passage, if there is a rest.
+      closing: Text after the rest.
     """
 
     asking: str
@@ -222,7 +221,7 @@ WORDINGS = tuple(_WORDINGS)
 
 
 def wording_of(name: str) -> Wording:
-    """The wording called `name`.
+    """Returns the wording called `name`.
 
     Raises:
       ValueError: If it is not one of `WORDINGS`.

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizers, chat templates, and a model with its tokenizer."""
+"""Handles text: tokenizers, chat templates, and a model with its tokenizer."""

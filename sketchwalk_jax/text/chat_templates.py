@@ -1,7 +1,7 @@
-"""Chat templates, which are small programs of others: their time and memory have bounds.
+"""Runs chat templates, which are untrusted programs, within bounds of time and memory.
 
-transformers runs them in Jinja's sandbox, which keeps them from files, modules and attributes of
-Python's own. It does not keep a template from looping for ever or from growing a text without end.
+transformers runs them in Jinja's sandbox, which blocks files, modules and Python's internals. The
+sandbox does not stop a template that loops for ever or grows a text without end.
 """
 
 import contextlib
@@ -14,18 +14,18 @@ from types import FrameType
 from typing import Any
 
 SECONDS = 10.0
-"""How long a template may run."""
+"""Longest run time of a template."""
 
 GROWTH = 2**30
-"""By how many bytes the process may grow while it runs."""
+"""Bytes by which the process may grow while a template runs."""
 
 MAX_CHARACTERS = 1_000_000
-"""Length of the longest template, a hundred times that of those in use."""
+"""Length of the longest template, a hundred times the length of real ones."""
 
-_PAUSE = 0.02  # seconds between two steps after which memory is looked at: filling it takes time
-# In a string, a format with a width or precision of more than six digits ("%9999999d",
-# "{:>9999999}"), or such a number alone. Repetitions are bounded, or end where the next one begins:
-# a template may be a million characters of these.
+_PAUSE = 0.02  # seconds of a single step after which memory is checked: filling it takes time
+# A format in a string with a width or precision of more than six digits ("%9999999d",
+# "{:>9999999}"), or such a number alone. Repetitions are bounded or cannot overlap, so that
+# matching takes linear time even on a million such characters.
 _HUGE_IN_TEXT = re.compile(
     r"%(?:\([^()%]*\))?[-+ #0]{0,5}(?:\d*\.)?\d{7,}(?:\.\d+)?[a-zA-Z]"
     r"|\{[\w.\[\]]*(?:![rsa])?:(?:[^{}]?[<>=^])?[-+ ]?[z#0]{0,3}(?:\d*[.,_])?\d{7}"
@@ -37,22 +37,22 @@ _VALUES = frozenset({"name", "string", "integer", "float"})
 
 
 class _Stopped(BaseException):
-    """Ends a template; no handler for exceptions of its own catches it."""
+    """Ends a template; handlers for `Exception` do not catch it."""
 
 
 @contextlib.contextmanager
 def bounded_template(template: Any) -> Iterator[None]:
     """Runs a chat template inside its bounds.
 
-    Numbers of more than six digits and powers are refused beforehand: no template needs them, and
-    one operation with them fills any memory. So are such numbers in strings, if the template
-    formats or converts strings.
+    Powers and numbers of more than six digits are refused before running: no template needs them,
+    and one operation with them can fill the memory. Such numbers in strings are refused if the
+    template formats or converts strings.
 
     Args:
-      template: The source that is going to be run, or several by name.
+      template: The source to run, or several sources by name.
 
     Raises:
-      ValueError: If the template is wrong, is stopped, or refuses the messages.
+      ValueError: If the template is invalid, is stopped, or refuses the messages.
     """
     for source in template.values() if isinstance(template, dict) else [template]:
         _check_source(source)
@@ -94,7 +94,7 @@ def _check_source(source: Any) -> None:
         for _, next_kind, next_value in Environment().lex(source):
             if next_kind == "whitespace":
                 continue
-            # After a value, two stars are a power; elsewhere they unpack arguments.
+            # After a value, ** is a power; elsewhere it unpacks arguments.
             if next_value == "**" and (kind in _VALUES or value in (")", "]", "}")):
                 raise _huge(next_value)
             if next_kind == "float" and float(next_value) > _LARGEST:
@@ -107,7 +107,7 @@ def _check_source(source: Any) -> None:
             converts = converts or next_value in _CONVERSIONS
             kind, value = next_kind, next_value
     except TemplateSyntaxError:
-        return  # it does not run either, and transformers says why
+        return  # it cannot run: transformers reports the error
     if in_text and converts:
         raise _huge(in_text)
 
@@ -121,7 +121,7 @@ def _huge(found: str) -> ValueError:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
-    """Stops what this thread runs once it has taken too long or too much memory."""
+    """Stops this thread's code once it has taken too long or too much memory."""
     start = last = time.monotonic()
     before = _resident_bytes()
 
@@ -133,7 +133,7 @@ def _watched() -> Iterator[None]:
             raise _Stopped(f"end within {SECONDS:g} seconds, got one that goes on")
         if pause > _PAUSE and _resident_bytes() - before > GROWTH:
             raise _Stopped(f"take less than {GROWTH} bytes of memory, got one that takes more")
-        # Loops are lines of templates; of other functions it is enough to see them called.
+        # Trace templates line by line, since they contain the loops; other functions by call.
         return look if frame.f_code.co_filename == "<template>" else None
 
     previous = sys.gettrace()
@@ -145,7 +145,7 @@ def _watched() -> Iterator[None]:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Returns the memory of this process; 0 if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

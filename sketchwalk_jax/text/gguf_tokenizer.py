@@ -1,12 +1,12 @@
-"""The tokenizer that stands in the metadata of a GGUF file.
+"""Makes a tokenizer from the metadata of a GGUF file.
 
-The file has the vocabulary and the merges, the kind of every token, and a name for how the text is
-cut before anything is merged; of that name's rules it has none. They are here, as the original
-tokenizers have them, so that the tokens are those that the model was trained on. A name that is not
-known is refused: cut otherwise, the same text gives other tokens, and nothing says so.
+The file stores the vocabulary, the merges, the kind of every token, and the name of the rules that
+split a text before merging, but not these rules. This module has them, copied from the original
+tokenizers, so that the model sees the tokens it was trained on. Unknown names are refused: with
+other rules the same text would silently give other tokens.
 
-transformers has a loader as well, but it takes torch, which nothing here needs; it cuts by GPT-2's
-rules where it does not know the name, and does not compose characters as Qwen's tokenizer does.
+transformers has a loader too, but it needs torch, splits by GPT-2's rules if it does not know the
+name, and does not compose characters as Qwen's tokenizer does.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 from sketchwalk_jax.models.gguf_header import GgufHeader, end_token_ids
 
 _CONTROL, _USER_DEFINED = 3, 4
-"""Kinds of tokens that are matched whole: those that mean something, and those that are text."""
+"""Kinds of tokens that are matched whole: control tokens, and user-defined text."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,14 +31,14 @@ _TEKKEN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """How a byte-level tokenizer cuts a text before it merges.
+    """Rules by which a byte-level tokenizer splits a text before merging.
 
     Attributes:
-      regex: The pieces; None for those of GPT-2.
-      has_single_digits: Whether each digit is cut off first.
-      is_normalized: Whether the text is brought to Unicode's composed form (NFC) first.
-      ignores_merges: Whether a piece that is a token is that token, however its merges go.
-      adds_bos: Whether a text begins with the bos token where the file does not say.
+      regex: Pattern of the pieces; None for GPT-2's.
+      has_single_digits: Whether each digit is first split off.
+      is_normalized: Whether the text is first brought to Unicode's composed form (NFC).
+      ignores_merges: Whether a piece in the vocabulary becomes that token without merging.
+      adds_bos: Whether a text begins with the bos token, unless the file says otherwise.
     """
 
     regex: str | None = None
@@ -66,7 +66,7 @@ _CUTS: Mapping[str, _Cut] = {
     "deepseek-r1-qwen": _Cut(regex=_QWEN_2),
     "tekken": _Cut(regex=_TEKKEN, ignores_merges=True, adds_bos=True),
 }
-"""By `tokenizer.ggml.pre`."""
+"""Splitting rules by the value of `tokenizer.ggml.pre`."""
 
 
 def make_tokenizer(header: GgufHeader) -> Any:
@@ -79,7 +79,7 @@ def make_tokenizer(header: GgufHeader) -> Any:
       A tokenizer of transformers, with the file's special tokens and chat template.
 
     Raises:
-      ValueError: If the file has no tokenizer, or one of a kind that is not known.
+      ValueError: If the file has no tokenizer, or one of an unknown kind.
 
     Example:
       >>> make_tokenizer(read_header("Llama-3.2-1B-Q8_0.gguf"))  # doctest: +SKIP
@@ -99,7 +99,7 @@ def make_tokenizer(header: GgufHeader) -> Any:
             f"{kind!r} with {len(tokens or ())}; load the tokenizer of the original checkpoint"
         )
     kinds = list(found.get("token_type") or [1] * len(tokens))
-    for index in end_token_ids(header.metadata):  # some files call these pieces of text
+    for index in end_token_ids(header.metadata):  # some files mark end tokens as text
         if index < len(kinds):
             kinds[index] = _CONTROL
     if kind == "gpt2":
@@ -140,14 +140,14 @@ def make_tokenizer(header: GgufHeader) -> Any:
 def _byte_level(
     tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], cut: _Cut
 ) -> Any:
-    """The kind of GPT-2, Llama 3 and Qwen: merges of bytes, which are written as characters."""
+    """Makes a tokenizer like GPT-2, Llama 3 and Qwen: it merges bytes written as characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     to_characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ids = {}
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        # Tokens that are matched whole are written as they stand in a text.
+        # Tokens that are matched whole are stored as plain text, not as byte characters.
         is_whole = kind in (_CONTROL, _USER_DEFINED)
         if not is_whole and not set(token) <= alphabet:
             token = "".join(piece for piece, _ in to_characters.pre_tokenize_str(token))
@@ -168,7 +168,7 @@ def _byte_level(
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """The two parts of a merge; the first may begin with a space."""
+    """Splits a merge into its two parts; the first may begin with a space."""
     space = merge.index(" ", 1)
     return merge[:space], merge[space + 1 :]
 
@@ -176,7 +176,7 @@ def _pair(merge: str) -> tuple[str, str]:
 def _spaces_as_characters(
     tokens: Sequence[str], found: Mapping[str, Any], *, has_prefix: bool
 ) -> Any:
-    """The kind of Llama 2: spaces are characters, and what is no token is spelled in bytes."""
+    """Makes a tokenizer like Llama 2: spaces are characters, unknown characters become bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     ids = {token: index for index, token in enumerate(tokens)}
@@ -185,7 +185,7 @@ def _spaces_as_characters(
     else:
         pairs = _pairs_by_score(ids, dict(zip(tokens, found.get("scores", ()), strict=False)))
     model = Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=True, byte_fallback=True))
-    # A space before each text between special tokens, also before one that begins with a space.
+    # Prepend a space to each text between special tokens, even if it begins with one.
     prefix = [normalizers.Prepend("▁")] * has_prefix
     model.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -194,7 +194,7 @@ def _spaces_as_characters(
 
 
 def _pairs_by_score(ids: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merges that a vocabulary implies: every way to put a token together, best score first."""
+    """Lists the merges that a vocabulary implies: all splits of every token, best score first."""
     found = []
     for token, score in scores.items():
         cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -205,7 +205,7 @@ def _pairs_by_score(ids: Mapping[str, int], scores: Mapping[str, float]) -> list
 
 
 def _add_whole_tokens(model: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Has tokens that mean something, or are text of their own, matched whole."""
+    """Adds control and user-defined tokens, which are matched whole."""
     from tokenizers import AddedToken
 
     for kind, add in ((_CONTROL, model.add_special_tokens), (_USER_DEFINED, model.add_tokens)):
@@ -219,7 +219,7 @@ def _add_whole_tokens(model: Any, tokens: Sequence[str], kinds: Sequence[int]) -
 
 
 def _add_ends(model: Any, *, first: str | None, last: str | None) -> None:
-    """Has every text begin and end with a token, where there is one."""
+    """Makes every text begin with `first` and end with `last`, if given."""
     from tokenizers import processors
 
     ends = [token for token in (first, last) if token is not None]

@@ -1,7 +1,7 @@
-"""The text that tasks hide their sentences in: any English prose, and passages of it as tokens.
+"""Provides the text in which tasks hide sentences: English prose, and its passages as tokens.
 
-`read_text` gives the text; a `Haystack` draws passages from it, word by word, so that a prompt has
-exactly the length asked for.
+`read_text` reads the text; a `Haystack` draws passages from it, word by word, so that a prompt has
+exactly the requested length.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from sketchwalk_jax.text.tokenizer import encode, token_ids
 from sketchwalk_jax.validation import check_number
 
 HELD_OUT = 2**32
-"""Added to the seed of an evaluation, gives the seed of its held-out prompts."""
+"""Offset from the seed of an evaluation to the seed of its held-out prompts."""
 
-# Beginnings that `Haystack.fit` tries: with bytes, about one in six gives the exact length.
+# Start words that `Haystack.fit` tries: with byte tokens, one in six gives the exact length.
 _NUM_STARTS = 128
 
 
 def is_held_out(word: str) -> bool:
     """Whether a word is reserved for evaluation: every fifth one, by its SHA-256.
 
-    Training data and evaluation are made of the same sentences; their words are disjoint.
+    Training and evaluation use the same sentences with disjoint words.
 
     Example:
       >>> [word for word in ("lantern", "river", "window", "button") if is_held_out(word)]
@@ -44,14 +44,14 @@ def is_held_out(word: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text, and what tells which text it is.
+    """A text and its identification.
 
     Attributes:
       content: The text in one line: words with one space between them.
       name: Name of the file, or of the module that carries the text.
-      sha256: SHA-256 of the file's bytes, of the whole file whatever `tail` is; without a file, of
-        the whole text in UTF-8.
-      tail: Share of the whole text that `content` is, from its end.
+      sha256: SHA-256 of the whole file, whatever `tail` is; without a file, of the whole text in
+        UTF-8.
+      tail: Share of the whole text that `content` keeps, from its end.
     """
 
     content: str
@@ -66,23 +66,22 @@ class Text:
 
     @functools.cached_property
     def held_out_words(self) -> tuple[str, ...]:
-        """Lower-case words of 4 to 8 letters that no training has seen hidden, sorted."""
-        # Not the beginning of a contraction: "wouldn" of "wouldn't" is no word.
+        """Sorted lower-case words of 4 to 8 letters that training never hides."""
+        # Skip beginnings of contractions: "wouldn" of "wouldn't" is no word.
         words = set(re.findall(r"\b[a-z]{4,8}\b(?!['’]\w)", self.content))
         return tuple(sorted(word for word in words if is_held_out(word)))
 
 
 def read_text(path: str | os.PathLike[str] | None = None, *, tail: float = 1.0) -> Text:
-    """Reads a text file, or the English prose that every Python carries.
+    """Reads a text file, or the English prose in every installation of Python.
 
     Args:
       path: A UTF-8 file, compressed if its name ends with `.xz`. None takes the topics of Python's
         own help (`pydoc_data.topics`).
-      tail: Share of the text to keep, from its end: of a text that a model was trained on, keep
-        what it has not seen.
+      tail: Share of the text to keep, from its end: the part that a model was not trained on.
 
     Returns:
-      The text in one line; with a `tail` below 1, from the beginning of a word on.
+      The text in one line; with a `tail` below 1, it begins at a word.
 
     Raises:
       ValueError: If `tail` is not in (0, 1], or if the file cannot be read as text or has no words.
@@ -113,11 +112,11 @@ def read_text(path: str | os.PathLike[str] | None = None, *, tail: float = 1.0) 
 
 @functools.cache
 def read_code() -> Text:
-    """Reads the program code that every Python carries: the sources of its standard library.
+    """Reads the program code in every installation of Python: its standard library.
 
     Returns:
-      The modules at the top of the library, in the order of their names, one behind the other with
-      their lines as they are; `content` is not in one line.
+      The library's top-level modules in the order of their names, joined with their line breaks
+      kept: `content` has many lines.
 
     Raises:
       ValueError: If this Python has no sources.
@@ -136,21 +135,20 @@ def read_code() -> Text:
 
 
 def prompt_rng(task: str, num_tokens: int, seed: int, index: int = 0) -> np.random.Generator:
-    """The source of all randomness of one prompt of a task."""
+    """Makes the random generator of one prompt of a task."""
     return np.random.default_rng([zlib.crc32(task.encode()), num_tokens, seed, index])
 
 
 def draw_lines(
     text: Text, tokenizer: Any, *, num_tokens: int, sources: Sequence[np.random.Generator]
 ) -> list[list[int]]:
-    """Draws passages of a text with lines, each from the beginning of a line on.
+    """Draws passages of a text with lines, each beginning at a line.
 
     Args:
       text: The text.
       tokenizer: A tokenizer of transformers.
-      num_tokens: Tokens of each passage, special tokens before it included; the last one may be
-        cut.
-      sources: A source of randomness for each passage.
+      num_tokens: Tokens of each passage, special tokens before it included; may end inside a word.
+      sources: A random generator for each passage.
 
     Returns:
       The tokens of each passage.
@@ -164,7 +162,7 @@ def draw_lines(
         place = int(rng.integers(0, len(content)))
         size, tokens = 4 * num_tokens, list[int]()
         while len(tokens) < num_tokens:
-            # Too near the end of the text, a passage begins so much earlier.
+            # Near the end of the text, begin early enough for a whole passage.
             start = content.rfind("\n", 0, max(0, min(place, len(content) - size)) + 1) + 1
             piece = content[start : start + size]
             tokens = opening + encode(tokenizer, piece, add_special_tokens=False).tolist()
@@ -179,7 +177,7 @@ def draw_lines(
 
 
 def _read_file(path: Path) -> tuple[bytes, str]:
-    """The bytes of a file and the text in them."""
+    """Reads the bytes of a file and the text in them."""
     try:
         raw = path.read_bytes()
         return raw, (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
@@ -192,10 +190,10 @@ def _read_file(path: Path) -> tuple[bytes, str]:
 class WordEncoder:
     """Tokens of words, each distinct word encoded once.
 
-    A text is the tokens of its first word, then those of every further word with the space before
-    it. That is the encoding of the whole text wherever a tokenizer has no token with a space
-    inside, which holds for the tokenizers of Llama and Qwen and for bytes. Elsewhere the tokens
-    spell the same text, only not as the tokenizer itself would cut it.
+    A text is encoded as its first word, then every further word with the space before it. This
+    equals the encoding of the whole text if no token has a space inside, which holds for the
+    tokenizers of Llama and Qwen and for bytes. For other tokenizers the tokens spell the same text,
+    but split differently.
     """
 
     def __init__(self, tokenizer: Any, *, opening: str | None = None) -> None:
@@ -203,8 +201,8 @@ class WordEncoder:
 
         Args:
           tokenizer: A tokenizer of transformers.
-          opening: What stands before the first word and its space, with all special tokens spelled
-            out. None for what the tokenizer itself begins with, and no space.
+          opening: Text before the first word and its space, with all special tokens spelled out.
+            None for the tokenizer's own beginning tokens, without a space.
         """
         self._tokenizer = tokenizer
         self._is_framed = opening is not None
@@ -217,7 +215,7 @@ class WordEncoder:
         self._further: dict[str, list[int]] = {}
 
     def first(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokens of each word as the beginning of a text, with all that stands before it."""
+        """Encodes each word as the beginning of a text, with the opening before it."""
         if self._is_framed:
             return [self._opening + tokens for tokens in self.further(words)]
         new = [word for word in dict.fromkeys(words) if word not in self._first]
@@ -226,26 +224,26 @@ class WordEncoder:
         return [self._first[word] for word in words]
 
     def further(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokens of each word with the space before it."""
+        """Encodes each word with the space before it."""
         new = [word for word in dict.fromkeys(words) if word not in self._further]
         found = self._encode_behind([f" {word}" for word in new])
         self._further |= dict(zip(new, found, strict=True))
         return [self._further[word] for word in words]
 
     def sentence(self, sentence: str) -> list[int]:
-        """Tokens of a sentence that begins with a space."""
+        """Encodes a sentence that begins with a space."""
         return list(itertools.chain.from_iterable(self.further(sentence.split())))
 
     def passage(self, text: str) -> list[int]:
-        """Tokens of a text of any form as it stands behind another one, lines and all.
+        """Encodes a text of any form that follows another text, with its line breaks.
 
-        A sentence that begins with a space is encoded word by word, as the text is.
+        A sentence that begins with a space is encoded word by word, like the haystack.
         """
         is_sentence = text == "".join(f" {word}" for word in text.split())
         return self.sentence(text) if is_sentence else self._encode_behind([text])[0]
 
     def _encode_behind(self, texts: list[str]) -> list[list[int]]:
-        # Some tokenizers add a space of their own to the beginning of a text: it must not be here.
+        # Encode behind an anchor: some tokenizers add a space at the beginning of a text.
         size, found = len(self._anchor), []
         for text, tokens in zip(texts, self._encode([f".{text}" for text in texts]), strict=True):
             is_apart = tokens[:size] == self._anchor
@@ -257,7 +255,7 @@ class WordEncoder:
 
 
 def _opening_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer adds before a text, such as the beginning-of-sequence token."""
+    """Returns the tokens that a tokenizer adds before a text, such as beginning-of-sequence."""
     bare = encode(tokenizer, "a", add_special_tokens=False).tolist()
     full = encode(tokenizer, "a").tolist()
     places = range(len(full) - len(bare) + 1)
@@ -265,7 +263,7 @@ def _opening_tokens(tokenizer: Any) -> list[int]:
 
 
 class Haystack:
-    """Random passages of a text that hold a number of tokens, each from the start of a word on.
+    """Random passages of a text with a number of tokens, each beginning at a word.
 
     Attributes:
       encoder: Encoder of its words.
@@ -287,14 +285,14 @@ class Haystack:
         self._last_start = self._find_last_start()
 
     def _find_last_start(self) -> int:
-        """The last character from which the rest of the text is long enough."""
+        """Finds the last character from which the rest of the text is long enough."""
         size = 2 * self._num_tokens
         while True:
             start = self._content.find(" ", max(0, len(self._content) - size)) + 1
             start = start if size < len(self._content) else 0
             words = self._content[start:].split(" ")
             counts = self._count(words)
-            # Element i: tokens of the words from i on, without those that `fit` may leave out.
+            # Element i: tokens of the words from i on, without the start words that `fit` may drop.
             left = np.cumsum(counts[::-1])[::-1][_NUM_STARTS:]
             enough = np.flatnonzero(left >= self._num_tokens)
             if enough.size:
@@ -310,14 +308,14 @@ class Haystack:
         return np.array([len(tokens) for tokens in self.encoder.further(words)], int)
 
     def draw(self, rng: np.random.Generator) -> list[str]:
-        """Words of a random passage, a few more than `num_tokens` tokens."""
+        """Draws words of a random passage, a few more than `num_tokens` tokens."""
         place = int(rng.integers(0, self._last_start + 1))
         start = self._content.rfind(" ", 0, place + 1) + 1
         size = 2 * self._num_tokens
         while True:
             words = self._content[start : start + size].split(" ")
             if start + size < len(self._content):
-                words = words[:-1]  # cut by the end of the slice
+                words = words[:-1]  # the end of the slice may cut it
             tokens = np.cumsum(self._count(words)[_NUM_STARTS:])
             if tokens.size and tokens[-1] >= self._num_tokens:
                 return words[: _NUM_STARTS + int(np.searchsorted(tokens, self._num_tokens)) + 1]
@@ -328,12 +326,12 @@ class Haystack:
 
         Args:
           words: Words that `draw` returned.
-          num_tokens: Tokens to keep, special tokens before the text included; at most those of a
-            passage.
+          num_tokens: Tokens to keep, special tokens before the text included; at most the tokens of
+            a passage.
 
         Returns:
-          Tokens of each word. Together they are `num_tokens`, or as few less as some cut among the
-          first words allows; empty if not even one word has room.
+          Tokens of each word, `num_tokens` together, or as close below as dropping some of the
+          first words allows; empty if no word fits.
         """
         counts = self._count(words)
         ends = np.concatenate([[0], np.cumsum(counts)])  # tokens of words[:i]
@@ -351,14 +349,14 @@ class Haystack:
 def draw_passages(
     text: Text, tokenizer: Any, *, num_tokens: int, sources: Iterable[np.random.Generator]
 ) -> list[list[int]]:
-    """Draws passages of a text, each from the start of a word on.
+    """Draws passages of a text, each beginning at a word.
 
     Args:
       text: The text.
       tokenizer: A tokenizer of transformers.
-      num_tokens: Tokens of each passage, special tokens before it included; a tokenizer with long
-        words can miss it by a few, never above.
-      sources: A source of randomness for each passage.
+      num_tokens: Tokens of each passage, special tokens before it included; can be a few fewer if
+        words are long, never more.
+      sources: A random generator for each passage.
 
     Returns:
       The tokens of each passage.

@@ -1,7 +1,7 @@
-"""Text to tokens and back, with the tokenizer that stands in a checkpoint.
+"""Converts text to tokens and back with a checkpoint's tokenizer.
 
-A thin layer over transformers, which is imported where it is used. No code of the checkpoint is
-run, and nothing is downloaded unless a model of the Hugging Face hub is asked for by its name.
+This is a thin layer over transformers, which is imported on first use. It never runs code of the
+checkpoint, and downloads only models of the Hugging Face hub that are requested by name.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 
-# What decoding writes for bytes that are no character, or not yet one.
+# Decoding writes this for bytes that form no character, or an incomplete one.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # A character of UTF-8 has at most four bytes, hence at most four tokens.
 _TOKENS_PER_CHARACTER = 4
-# Tokens before a continuation that decide how it is written: its leading space, a split character.
+# Tokens of context that can change a continuation's text: leading space, split character.
 _NUM_CONTEXT = 8
 
-# How an added token is found in a text.
+# Attributes that decide how an added token is matched in a text.
 _MATCHING = ("lstrip", "rstrip", "single_word", "normalized")
 
-# Copies of tokenizers whose truncation or padding another thread may set at any time.
+# Private copies, because another thread may set a tokenizer's truncation or padding at any time.
 _private_copies: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
@@ -51,19 +51,19 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     Args:
       directory: Folder with `tokenizer.json` (or the vocabulary files of an older tokenizer) and
         `tokenizer_config.json`; or a GGUF file, which has a tokenizer in its metadata; or the name
-        of a model on the Hugging Face hub, as in `load`.
+        of a model on the hub, as in `load`.
 
     Returns:
-      A tokenizer of transformers. With `tokenizer.json`, its ids are those of that file, whatever
-      class the configuration names; special tokens and the chat template are the configuration's.
-      Without, it is what `transformers.AutoTokenizer` makes of the vocabulary files. That of a GGUF
-      file cuts and merges as llama.cpp does.
+      A tokenizer of transformers. With `tokenizer.json`, its ids come from that file, whatever
+      class the configuration names; special tokens and the chat template come from the
+      configuration. Otherwise `transformers.AutoTokenizer` makes it from the vocabulary files. The
+      tokenizer of a GGUF file splits and merges as llama.cpp does.
 
     Raises:
       ImportError: If a package is missing: `gguf` for a GGUF file, `sentencepiece` or `tiktoken`
         for a folder with `tokenizer.model` alone.
-      ValueError: If there is no such folder or file, if no tokenizer is in it, or one that is not
-        known, or if its tokenizer is defined by code of its own, which is never run.
+      ValueError: If there is no such folder or file, if it has no tokenizer or an unknown one, or
+        if its tokenizer is defined by the checkpoint's own code, which is never run.
 
     Example:
       tokenizer = load_tokenizer("checkpoints/Llama-3.2-1B")
@@ -117,13 +117,13 @@ def _refuse_code(tokenizer_map: Any, config: Mapping[str, Any]) -> None:
 
 
 def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """The tokenizer of `tokenizer.json`, with the special tokens of its configuration.
+    """Reads the tokenizer of `tokenizer.json`, with the special tokens of its configuration.
 
-    Many classes of transformers keep the vocabulary and the merges of this file alone: how they
-    normalise and split a text is the class's own. The class of the configuration is therefore not
-    used. What the configuration calls special is special; a token that the file lacks is added if
-    the configuration gives its id, and if this is the next free one. Where it names no token for
-    the beginning or the end of a text, these are the model's.
+    Many classes of transformers take only vocabulary and merges from this file, and normalise and
+    split a text by rules of their own. So the class that the configuration names is not used.
+    Tokens that it calls special are special; a token that the file lacks is added if the
+    configuration gives its id and this id is the next free one. If it names no token for the
+    beginning or the end of a text, the model's configuration does.
     """
     with _without_advice():
         from tokenizers import AddedToken, Tokenizer, models
@@ -132,7 +132,7 @@ def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mappin
     model = Tokenizer.from_file(str(directory / "tokenizer.json"))
     model.no_truncation()
     model.no_padding()
-    # Transformers reads the configuration; with this model, later versions do not read the file.
+    # With an empty model, transformers reads the configuration and, in later versions, no model.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         directory, local_files_only=True, tokenizer_object=Tokenizer(models.BPE())
     )
@@ -147,7 +147,7 @@ def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mappin
         if index is None and ids.get(token.content) == model.get_vocab_size():
             model.add_tokens([token])
         elif index is not None and token.special and not (own and own.special):
-            # How it is found in a text is the file's affair, where the file says so.
+            # The file decides how the token is matched, if it says so.
             how = {name: getattr(own or token, name) for name in _MATCHING}
             model.add_tokens([AddedToken(token.content, special=True, **how)])
     model.encode_special_tokens = tokenizer.split_special_tokens
@@ -161,10 +161,10 @@ def _read_tokenizer(directory: Path, settings: Mapping[str, Any], config: Mappin
 
 
 def _convert_tokenizer(directory: Path, found: Sequence[str]) -> Any:
-    """The tokenizer of older vocabulary files, as transformers converts it."""
+    """Converts older vocabulary files with transformers."""
     if set(found) & set(_TOKENIZER_FILES) == {"tokenizer.model"}:
         with (directory / "tokenizer.model").open("rb") as file:
-            # Sentencepiece files are protocol buffers; the others are lines of base64.
+            # Sentencepiece files are protocol buffers, tiktoken files lines of base64.
             needed = "sentencepiece" if file.read(1) == b"\n" else "tiktoken"
         if find_spec(needed) is None:
             raise ImportError(
@@ -180,7 +180,7 @@ def _convert_tokenizer(directory: Path, found: Sequence[str]) -> Any:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keeps transformers from saying, when it is imported, that it would like to have PyTorch."""
+    """Suppresses the advice of transformers, when imported, to install PyTorch."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -199,17 +199,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _damage_explained(path: str | Path, what: str = "be opened") -> Iterator[None]:
-    """Turns what the libraries raise for damaged files, of many types, into one error."""
+    """Turns the many errors that libraries raise for damaged files into one."""
     try:
         yield
     except (ImportError, OSError, MemoryError):
         raise
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
-            raise  # it says what is wrong already
+            raise  # its message already tells the problem
         raise _damaged(path, what, error) from error
     except BaseException as error:
-        # A panic of the tokenizers' Rust code is no `Exception`.
+        # Panics of the tokenizers' Rust code are not of type `Exception`.
         if type(error).__name__ != "PanicException":
             raise
         raise _damaged(path, what, error) from error
@@ -225,22 +225,22 @@ def _damaged(path: str | Path, what: str, error: BaseException) -> ValueError:
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int[np.ndarray, "T"]:
-    """The tokens of a text, exactly as it stands: nothing is stripped, cut or padded.
+    """Encodes a text exactly: nothing is stripped, truncated or padded.
 
-    Takes memory of some 200 times the text, and of ten megabytes a quarter of a minute.
+    Encoding takes about 200 times the memory of the text, and 15 s for ten megabytes.
 
     Args:
       tokenizer: A tokenizer of transformers.
       text: The text. Special tokens spelled out in it become those tokens.
-      add_special_tokens: Whether to add what the tokenizer's own settings add, such as the
-        beginning-of-sequence token of Llama (Qwen adds none).
+      add_special_tokens: Whether to add the special tokens of the tokenizer's settings, such as
+        Llama's beginning-of-sequence token (Qwen adds none).
 
     Returns:
       int32 token ids.
 
     Raises:
-      ValueError: If the text is no string, or holds a lone surrogate; if the tokenizer has ids that
-        are no int32, or is damaged.
+      ValueError: If the text is no string, or holds a lone surrogate; if the tokenizer is damaged
+        or its ids exceed int32.
 
     Example:
       tokens = encode(tokenizer, "Walk with")[None]  # a batch of one
@@ -254,7 +254,7 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int
             f"text must be valid Unicode, got a lone surrogate, {text[error.start]!r}, at "
             f"character {error.start}; text that was read with errors='surrogateescape' has some"
         ) from error
-    # A vocabulary that lacks its own token for the unknown shows here, and for some texts alone.
+    # A vocabulary without its unknown token fails only here, and only for some texts.
     name = getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
     with _damage_explained(name, "cut this text"):
         (encoded,) = token_ids(tokenizer, [text], add_special_tokens=add_special_tokens)
@@ -266,13 +266,13 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int
 
 
 def token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of texts, whatever other threads ask of the same tokenizer.
+    """Encodes texts, whatever options other threads pass to the same tokenizer.
 
     A call with `truncation`, `padding` or `split_special_tokens` sets these in the tokenizer, for
-    all threads and until the next call. Where they are set, a private copy encodes.
+    all threads, until the next call. If they are set, a private copy encodes.
     """
     shared = getattr(tokenizer, "backend_tokenizer", None)
-    if shared is None:  # a tokenizer in Python: its calls share nothing
+    if shared is None:  # a Python tokenizer: its calls share no state
         return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     splits = tokenizer.split_special_tokens
 
@@ -282,7 +282,7 @@ def token_ids(tokenizer: Any, texts: list[str], *, add_special_tokens: bool) -> 
 
     if is_plain():
         found = shared.encode_batch(texts, add_special_tokens=add_special_tokens)
-        # Another thread may have set something, and reset it, since the first look.
+        # Another thread may have set and reset an option since the first check.
         is_whole = not any(one.overflowing or 0 in one.attention_mask for one in found)
         if is_whole and is_plain():
             return [one.ids for one in found]
@@ -306,18 +306,18 @@ def decode(
     context: ArrayLike | Sequence[int] = (),
     skip_special_tokens: bool = True,
 ) -> str:
-    """The text of tokens, without any clean-up of its spaces.
+    """Decodes tokens to text, without any clean-up of spaces.
 
     Args:
       tokenizer: A tokenizer of transformers.
       tokens: Token ids of one sequence.
-      context: Token ids before them, such as the prompt that they continue. The text of the context
-        and the text returned join to the text of all tokens: sentencepiece tokenizers leave out the
-        first space of a text, which in a continuation is a space between words.
+      context: Token ids before them, such as the prompt. The context's text and the returned text
+        join to the text of all tokens: without context, sentencepiece tokenizers would drop the
+        first space, which in a continuation separates words.
       skip_special_tokens: Whether to leave out special tokens, such as the end-of-sequence token.
 
     Returns:
-      The text; bytes that form no character are U+FFFD in it.
+      The text; bytes that form no character become U+FFFD.
 
     Example:
       text = decode(tokenizer, result.tokens[0, : result.lengths[0]], context=prompt)
@@ -331,7 +331,7 @@ def decode(
 def _after(
     tokenizer: Any, context: list[int], new: list[int], whole: str, *, skip_special_tokens: bool
 ) -> str:
-    """The part of `whole`, the text of context and new tokens, that the new tokens add."""
+    """Returns the part of `whole`, the text of context and new tokens, that the new tokens add."""
     start = _text_of(tokenizer, context, skip_special_tokens=skip_special_tokens)
     if whole.startswith(start):
         return whole[len(start) :]
@@ -347,12 +347,12 @@ def _text_of(tokenizer: Any, tokens: list[int], *, skip_special_tokens: bool) ->
 def _context_of(
     tokenizer: Any, tokens: ArrayLike | Sequence[int], *, skip_special_tokens: bool
 ) -> list[int]:
-    """The last tokens of a context that the text after them depends on."""
+    """Returns the last tokens of a context, on which the text after them depends."""
     before = np.atleast_1d(np.asarray(tokens, np.int64))
     if skip_special_tokens and len(before):
         before = before[~np.isin(before, list(_special_ids(tokenizer)))]
     size = _NUM_CONTEXT
-    # Not from the middle of a run of bytes: sentencepiece decodes such a run as a whole.
+    # Do not start inside a run of bytes: sentencepiece decodes such a run as a whole.
     while size < len(before) and _text_of(
         tokenizer, before[-size:].tolist(), skip_special_tokens=False
     ).startswith(_BROKEN):
@@ -372,13 +372,13 @@ def apply_chat_template(
     add_generation_prompt: bool = True,
     **template_arguments: Any,
 ) -> Int[np.ndarray, "T"]:
-    """The tokens of a conversation, written by the chat template of the checkpoint.
+    """Encodes a conversation with the checkpoint's chat template.
 
-    Templates write their own beginning-of-sequence token: none is added to it here.
+    Templates write the beginning-of-sequence token themselves; no second one is added.
 
     Args:
       tokenizer: A tokenizer of transformers.
-      prompt: What the user says; or all messages, `{"role": ..., "content": ...}` each.
+      prompt: The user's message, or all messages, each `{"role": ..., "content": ...}`.
       add_generation_prompt: Whether to end with the opening of the assistant's turn.
       **template_arguments: Further variables of the template, such as `enable_thinking`.
 
@@ -414,15 +414,15 @@ def render_chat(
     add_generation_prompt: bool = True,
     **template_arguments: Any,
 ) -> str:
-    """The text of a conversation, special tokens spelled out, by the checkpoint's chat template.
+    """Renders a conversation with the checkpoint's chat template, special tokens spelled out.
 
     Arguments as in `apply_chat_template`, which encodes this text.
 
-    The template runs in Jinja's sandbox, for ten seconds at most.
+    The template runs in Jinja's sandbox for at most ten seconds.
 
     Raises:
-      ValueError: If the tokenizer has no chat template, or one that fails, refuses the messages,
-        takes too long or too much memory.
+      ValueError: If the tokenizer has no chat template, or the template fails, refuses the
+        messages, or takes too much time or memory.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -439,15 +439,15 @@ def render_chat(
 
 
 class StreamDecoder:
-    """Turns tokens into text as they come, characters whole.
+    """Turns tokens into text as they arrive, in whole characters.
 
-    The pieces that `push` and `finish` return join to what `decode` gives for all tokens. A token
-    can end inside a character; its bytes are held until the character is complete. Only the tokens
-    since the last but one piece are decoded again, so the cost of a token does not grow with the
-    text. One decoder serves one sequence.
+    The pieces from `push` and `finish` join to the text that `decode` returns for all tokens. A
+    token can end inside a character; its bytes are held until the character is complete. Only the
+    tokens since the last but one piece are decoded again, so the cost per token does not grow with
+    the text. One decoder serves one sequence.
 
     Tokenizers that spell unknown characters in bytes (SentencePiece) replace a whole run of bytes
-    if one of them is ill-formed; with those, text that was already returned stays as it was.
+    if one of them is ill-formed; text that was already returned is not changed then.
 
     Example:
       >>> decoder = StreamDecoder(tokenizer)  # doctest: +SKIP
@@ -475,8 +475,8 @@ class StreamDecoder:
         self._start(_context_of(tokenizer, context, skip_special_tokens=skip_special_tokens))
 
     def _start(self, context: Sequence[int] = ()) -> None:
-        # The text of the first `_num_context` tokens was returned, or is the context's; they stand
-        # here because how a token is written (its leading space) depends on the token before it.
+        # The text of the first `_num_context` tokens was returned, or is the context's. They are
+        # kept because a token's text (its leading space) depends on the token before it.
         self._window = list(context)
         self._num_context = len(self._window)
 
@@ -494,7 +494,7 @@ class StreamDecoder:
         """
         new = np.atleast_1d(np.asarray(tokens)).tolist()
         self._window += [token for token in new if token not in self._skipped]
-        # Up to three tokens at the end can belong to a character that more bytes complete.
+        # Up to three tokens at the end can belong to an incomplete character.
         for end in range(len(self._window), len(self._window) - _TOKENS_PER_CHARACTER, -1):
             if end <= self._num_context:
                 return ""
@@ -507,22 +507,22 @@ class StreamDecoder:
         return self._settle()
 
     def finish(self) -> str:
-        """Returns what is still held, such as an incomplete character, and starts a new text."""
+        """Returns the held text, such as an incomplete character, and starts a new text."""
         piece = self._after_context(self._decode(self._window), len(self._window))
         self._start()
         return piece
 
     def _after_context(self, text: str, end: int) -> str:
-        """The part of `text`, which is that of `window[:end]`, that was not returned yet."""
+        """Returns the part of `text`, the text of `window[:end]`, that was not returned yet."""
         context, new = self._window[: self._num_context], self._window[self._num_context : end]
         return _after(self._tokenizer, context, new, text, skip_special_tokens=False)
 
     def _settle(self) -> str:
         """Returns text before the last character once that text cannot change any more.
 
-        Without this, tokens that never form a character would be held for ever. Where the window
-        can be cut without changing its text, bytes before the cut do not wait for bytes after it;
-        of four cuts in a row one is at the end of a character, for it has four bytes at most.
+        Without this, tokens that never form a character would be held for ever. If the window can
+        be cut without changing its text, bytes before the cut need not wait for bytes after it. One
+        of four successive cuts is at the end of a character, which has at most four bytes.
         """
         if len(self._window) - self._num_context <= 2 * _TOKENS_PER_CHARACTER:
             return ""
