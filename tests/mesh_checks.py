@@ -32,7 +32,7 @@ from sketchwalk_jax import KernelConfig, sharding
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
 from sketchwalk_jax.evaluation import EvaluationConfig, evaluate_model, measure
-from sketchwalk_jax.evaluation.measure import Measurement
+from sketchwalk_jax.evaluation.measure import Measurement, check_devices
 from sketchwalk_jax.evaluation.planning import make_plan
 from sketchwalk_jax.evaluation.prompts import make_prompts
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
@@ -448,7 +448,7 @@ def check_loading(directory: str, saved: str) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     elsewhere = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
     with pytest.raises(NotImplementedError, match="sharding.place says, .*, got 8 devices; load"):
-        Programs(elsewhere, config)
+        check_devices(elsewhere, config)
     del elsewhere
     total = sum(x.nbytes for x in jax.tree.leaves(whole))
     assert sum(read) == total, (sum(read), total)

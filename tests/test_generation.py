@@ -132,7 +132,7 @@ def test_a_step_behind_the_end_of_a_full_cache_stays_in_it(weights, monkeypatch)
             places.append(np.asarray(positions))
             return Span.of_tokens(positions, *rest)
 
-    monkeypatch.setattr(inference, "Span", Noted)
+    monkeypatch.setattr(steps, "Span", Noted)
     settings = Settings(model_config=MODEL, policy=config)
     active = jnp.array([False, True])
     logits, after, _ = steps.decode_token(

@@ -392,7 +392,9 @@ def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
         return answer
 
     for module in ("layer", "cached_layer"):
-        monkeypatch.setattr(f"sketchwalk_jax.{module}.selection_kernels", selection_kernels)
+        monkeypatch.setattr(
+            f"sketchwalk_jax.inference.{module}.selection_kernels", selection_kernels
+        )
     config, sizes = Asked.paper(block_size=SIZE), KernelConfig(row_tile=2)
     options = {"implementation": implementation, "kernel_config": sizes}
     x = jnp.ones((1, 32, 2, 16), jnp.float32)

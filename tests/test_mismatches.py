@@ -396,14 +396,14 @@ def test_a_failure_for_want_of_memory_ends_with_advice(weights, monkeypatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nBuffers:\n 1. ...")
 
-    from sketchwalk_jax.inference import generation
+    from sketchwalk_jax.inference import generation, steps
 
     chunks = stream(weights, TOKENS, max_new_tokens=2, **OPTIONS)
     next(chunks)
     monkeypatch.setattr(generation, "_start", fail)
     monkeypatch.setattr(generation, "_continue", fail)
-    monkeypatch.setattr(inference, "_prefill", fail)
-    monkeypatch.setattr(inference, "_decode", fail)
+    monkeypatch.setattr(steps, "_prefill", fail)
+    monkeypatch.setattr(steps, "_decode", fail)
     runs = {name: calls_of(weights)[name] for name in FUNCTIONS if name != "jit"}
     runs["stream"] = lambda: next(calls_of(weights)["stream"]())
     runs["goes on"] = lambda: next(chunks)

@@ -26,7 +26,7 @@ from variants import RUNS_COMPILED
 
 from sketchwalk_jax import SketchWalkConfig
 from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.policies import block_codes
+from sketchwalk_jax.pallas_kernels.page_scores import api
 from sketchwalk_jax.policies.block_codes import BlockCodes
 
 max_logits_kernel = pytest.importorskip("sketchwalk_jax.pallas_kernels.page_scores.max_logits")
@@ -55,7 +55,7 @@ score = functools.partial(jax.jit, static_argnames="kernel_config")(hopper_tests
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", hopper_tests.SCORED, ids=": ".join)
 def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
-    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # splits some prompts
+    monkeypatch.setattr(api, "_MOST_MAX_LOGITS", 2**15)  # splits some prompts
     monkeypatch.setattr(max_logits_kernel, "_PART", 3)  # splits keys over thread blocks
     drawn = hopper_tests.draw(*drawn)
     found, wanted = (np.asarray(score(*drawn, kernel_config=one)) for one in (KERNELS, None))
@@ -80,7 +80,7 @@ def run_pages(queries, codes, first_row, lengths, *, scale, exponent):
     own = own.reshape(batch, kv_heads, num_rows, wanted, channels)
     own = jnp.pad(own, ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0)))
     own = own.reshape(batch, kv_heads, -1, channels)
-    twice, factor = block_codes.doubled_queries(own, per_row=per_row, wanted=wanted)
+    twice, factor = api.doubled_queries(own, per_row=per_row, wanted=wanted)
     where = {"first_row": first_row, "per_row": per_row, "interpret": KERNELS.interpret}
     stack = codes.as_layer().stack
     given, layer = (twice, stack.code, stack.step), jnp.int32(0)
@@ -175,7 +175,9 @@ def test_a_prompt_is_selected_alike():
     assert_selected_alike(found, wanted)
     if KERNELS.interpret:
         text = str(jax.make_jaxpr(functools.partial(select, kernel_config=KERNELS))())
-        names = set(re.findall(r"=(ampere_\w+|block_\w+|representatives|sketchwalk_\w+)", text))
+        names = set(
+            re.findall(r"=(max_logits_kernel|page_scores_kernel|block_\w+|representatives)\b", text)
+        )
         assert names >= {
             "max_logits_kernel",
             "page_scores_kernel",

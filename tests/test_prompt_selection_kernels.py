@@ -12,6 +12,7 @@ import pytest
 from variants import INTERPRET
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.page_scores import api
 from sketchwalk_jax.policies import block_codes
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
@@ -103,7 +104,7 @@ SCORED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", SCORED, ids=": ".join)
 def test_the_kernels_find_what_plain_jax_finds(drawn, monkeypatch):
-    monkeypatch.setattr(block_codes, "_MOST_PEAKS", 2**15)  # splits some prompts
+    monkeypatch.setattr(api, "_MOST_MAX_LOGITS", 2**15)  # splits some prompts
     drawn = draw(*drawn)
     found, wanted = (np.asarray(run(*drawn, kernel_config=one)) for one in (KERNELS, None))
     _, _, rows, lengths = drawn

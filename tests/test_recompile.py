@@ -26,9 +26,7 @@ def _count_traces(monkeypatch, module, name, function, at_most, **jit_options):
 
 
 def test_decode_steps_share_one_program(monkeypatch, weights):
-    _count_traces(
-        monkeypatch, inference, "_decode", steps.decode_token, 1, static_argnames="settings"
-    )
+    _count_traces(monkeypatch, steps, "_decode", steps.decode_token, 1, static_argnames="settings")
     config = POLICIES["paper"]
     cache = init_cache(MODEL, config, batch=2, max_tokens=64)
     for token in range(40):  # crosses block boundaries
