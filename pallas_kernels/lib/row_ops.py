@@ -30,7 +30,7 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 math: Any = typed_math
 scf: Any = typed_scf
@@ -81,13 +81,13 @@ def key_layout(channels: int) -> Any:
 def scratch_of_counts(warpgroups: int = 1) -> Any:
     """Shared memory that `maxima`, `count_kept` and `write_kept` need.
 
-    They take in all warpgroups of a program, each of which holds a stretch of the row.
+    They take in all warpgroups of a thread block, each of which holds a stretch of the row.
     """
     return plgpu.SMEM((_COUNTS_PER_WARP * WARPS * warpgroups,), jnp.int32)
 
 
 def scratch_of_maximum(warpgroups: int) -> Any:
-    """Shared memory that `maximum` needs in a program of so many warpgroups."""
+    """Shared memory that `maximum` needs in a thread block of so many warpgroups."""
     return plgpu.SMEM((warpgroups * WARPS,), jnp.int32)
 
 
@@ -106,7 +106,7 @@ def barrier(*, interpret: bool) -> None:
 
 
 def program_barrier(*, interpret: bool) -> None:
-    """Waits for all warps of a program; the interpreter runs them together."""
+    """Waits for all warps of a thread block; the interpreter runs them together."""
     if not interpret:
 
         @plgpu.inline_mgpu()
@@ -433,7 +433,7 @@ def _exchange(
     kind: nvvm.ReductionKind,
     identity: int,
 ) -> list[ir.Value]:
-    """Reduces two values over all warps of a program, each of which has one of its own.
+    """Reduces two values over all warps of a thread block, each of which has one of its own.
 
     Two turns have room of their own, so that one barrier does: a warp that is ahead writes where
     none of the others is reading.
@@ -460,7 +460,7 @@ def _over_warps(
 
 
 def _warps(scratch: ir.Value) -> int:
-    """Warps that share the scratch memory: all of the program's."""
+    """Warps that share the scratch memory: all of the thread block's."""
     return ir.MemRefType(scratch.type).shape[0] // _COUNTS_PER_WARP
 
 
@@ -722,7 +722,7 @@ def _shuffle_from(value: ir.Value, lane: int) -> ir.Value:
 
 
 def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
-    """`ids[count:] = pad`, by all threads of a program, of which there are `step`."""
+    """`ids[count:] = pad`, by all threads of a thread block, of which there are `step`."""
     index = ir.IndexType.get()
     length = ir.MemRefType(ids.type).shape[0]
     loop = scf.ForOp(
