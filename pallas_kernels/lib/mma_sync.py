@@ -651,8 +651,7 @@ class _Chunks:
         return tile * self._tile_row + row * _LINE
 
     def flip(self, turn: int) -> int:
-        """Returns the address bits that the swizzle flips from the first chunk to that of
-        `turn`."""
+        """Returns the address bits that the swizzle flips between the first and a later chunk."""
         return turn * self.height % 8 * _CHUNK
 
 
