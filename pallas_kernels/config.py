@@ -36,7 +36,7 @@ WRITTEN_CHANNELS = 128  # divides the channels of a token's keys in all heads
 GATED_COLUMNS = 8  # divides the number of columns
 MOST_GATED_COLUMNS = 28672
 
-_HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
+_HOPPER_MULTIPROCESSORS = 132  # H100 or H200
 # Shared memory per multiprocessor in KiB, by compute capability; 8.6, 8.9 and 12.0 have the least.
 _SHARED_KIB = {"8.0": 164, "8.7": 164, "9.0": 228, "10.0": 228, "10.3": 228}
 _LEAST_SHARED_KIB = 100
@@ -115,8 +115,8 @@ def default_kernel_config(platform: str | None = None) -> KernelConfig:
 def num_multiprocessors() -> int:
     """Returns the number of multiprocessors (SMs) of the default device.
 
-    Without a GPU it is the 132 of an H100 or H200, for which kernels are then interpreted or
-    compiled.
+    Without a GPU it is 132, as for an H100 or H200: kernels are then interpreted or compiled for
+    these.
     """
     device = jax.local_devices()[0]
     return device.core_count if device.platform == "gpu" else _HOPPER_MULTIPROCESSORS
@@ -125,8 +125,8 @@ def num_multiprocessors() -> int:
 def shared_memory() -> int:
     """Returns the bytes of shared memory per multiprocessor of the default device.
 
-    The number follows from the compute capability (see the table in CUDA's guide). Without a GPU it
-    is the number of an H100 or H200.
+    The number follows from the compute capability (see CUDA's guide). Without a GPU it is an
+    H100's.
     """
     device = jax.local_devices()[0]
     capability = device.compute_capability if device.platform == "gpu" else "9.0"

@@ -271,8 +271,8 @@ def choose_dense_implementation(
 ) -> str:
     """Chooses the implementation of dense attention: cuDNN if it supports the call.
 
-    Otherwise, if queries start after position 0, the kernels with lists of all blocks, which read
-    the cache in place.
+    Otherwise, if queries start after position 0, kernels with lists of all blocks, which read
+    caches in place.
 
     Args:
       implementation: A name, or `None` to choose one.

@@ -4,8 +4,7 @@ A thread block has one tile: 64 queries in up to two query heads that share keys
 indices. Its warpgroup copies the listed keys and values into shared memory (`cp.async`), 64 or 32
 keys a step, and multiplies with warp-level tensor core instructions (`mma.sync`). Each of its four
 warps has 16 queries of each head, so each key and value that it reads serves both heads. As many
-thread blocks as fit on a multiprocessor (SM) hide each other's latency. Tiles with long lists start
-first.
+thread blocks as fit on a multiprocessor (SM) hide each other's latency. Long lists start first.
 
 Steps run from the end of a list to its beginning, in pages of 16 keys, four of which are a block:
 
@@ -26,8 +25,8 @@ that a list's last step lacks.
 
 Only steps that contain keys of the tile's own block, or lack pages, need a mask. A weight of 0 does
 not erase NaN, and a NaN in a later value must not reach earlier queries. So in the tile's own
-block, values become zeros from the first non-finite one on, and queries that see this value get a
-denominator of NaN.
+block, values from the first non-finite one on become zeros, and queries that see it get a NaN
+denominator.
 
 Per query and head, a listed block of 64 keys costs 2 H bytes of reads, as on Hopper.
 """
@@ -54,7 +53,7 @@ from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mma_sync import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-_QUERIES = 64  # of a tile
+_QUERIES = 64  # per tile
 # Keys per step and slots, fastest first. Two thread blocks per SM, the most that the registers of
 # the largest tiles allow, must fit in its shared memory. Scores of 64 keys for the largest tiles
 # would not fit in the registers.
@@ -155,8 +154,7 @@ class _Refs:
       values: `[stages, keys, H]`.
       words: All integers in one array, since each array takes 1024 bytes. First the tile's indices
         (row, sequence, key/value head, heads of the group), its start and its sequence's length,
-        which only the mask and the end need and would otherwise occupy registers throughout. Then
-        one for each warp.
+        which would otherwise occupy registers throughout. Then one for each warp.
     """
 
     query: Any
@@ -378,8 +376,7 @@ class _Attention:
         entries = [first + place for place in range(tiling.pages)]
         row = jax.lax.div(self.tile.row, tiling.subblocks)
         indices = []
-        # Pages of a block are adjacent, and a step holds whole blocks unless it is smaller than
-        # one.
+        # Pages of a block are adjacent; a step holds whole blocks or is smaller than one.
         per_read = min(tiling.entry, tiling.pages)
         for place in range(0, tiling.pages, per_read):
             entry, rest = _divide(jnp.maximum(entries[place], 0), tiling.entry)

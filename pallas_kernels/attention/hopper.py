@@ -65,7 +65,7 @@ from sketchwalk_jax.pallas_kernels.config import (
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-_QUERIES = 64  # of a tile
+_QUERIES = 64  # per tile
 _KEYS = 128  # per step
 _PIECE = 64  # keys per copy
 # Unused, but they shift the other barriers in shared memory. Without them 28/4 heads of 128 take
@@ -626,7 +626,7 @@ class _PageLoader(_Loader):
         """Does `_check_first_values` for pages; the tile's own pages end the second half.
 
         Every query sees the half's earlier pages. If the list has fewer pages than the half, copies
-        of the first page fill it; no query sees these, so they become zeros if that page is the
+        of the first page fill it; these are invisible, so they become zeros if that page is the
         tile's own.
         """
         tiling, refs = self.tiling, self.refs

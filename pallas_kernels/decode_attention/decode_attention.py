@@ -480,8 +480,8 @@ def decode_attention_kernel(
       query: The current token's queries, bfloat16 or float16, with a head_dim of 64 or 128.
       key: Stacked cache of keys, the current token's included; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
-      ids: Block indices in any order, for all heads (`M = 1`), for each key/value head or for each
-        query head.
+      ids: Block indices in any order, for all heads (`M = 1`), each key/value head or each query
+        head.
       counts: Number of indices in each list; later entries of `ids` are never read.
       layer: Layer of the cache, which is read in place.
       kv_lengths: Number of keys in each sequence; the cache may hold anything after them.

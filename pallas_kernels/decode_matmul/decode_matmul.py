@@ -12,15 +12,14 @@ is left to XLA: it multiplies the rows by `g` before the kernel, and divides its
 With so few rows, reading the weights takes all of the time. A warp has 64 columns and some of the
 inputs, and shares nothing with other warps. A thread reads its weights from global memory to
 registers, 16 bytes of each of four inputs, several such groups ahead, and multiplies with
-`mma.sync`. So no thread waits for shared memory, and the registers of all warps hold the reads in
-flight.
+`mma.sync`. So no thread waits for shared memory, and registers hold all reads in flight.
 
 *Layout.* The order of inputs in the sum and of columns is free, so a thread multiplies the weights
 that it reads. With `g` and `t` the quotient and the remainder of a lane divided by four, it reads
 columns `8 g .. 8 g + 7` of the inputs `4 t .. 4 t + 3`. Tile `j` of four has column `8 g + 2 j` as
 row `g` and column `8 g + 2 j + 1` as row `g + 8`; one instruction combines two words into pairs of
-inputs. A thread gets eight adjacent result columns of two rows of `x`, which it writes 16 bytes at
-a time.
+inputs. A thread gets eight adjacent result columns of two rows of `x`, and writes 16 bytes at a
+time.
 
 XLA adds up the parts of the inputs in a fixed order, so that results are deterministic.
 """

@@ -308,8 +308,7 @@ class _DigitsProgram(_Program):
             total = operand_split.add_line(total, left, *rows, interpret=tiling.interpret)
         tile, place = self._place_of(index)
         is_last = (place == tiling.steps - 1) | (index == self._count - 1)
-        # A thread block that shares the first columns starts with them, so `found` is complete
-        # here.
+        # A thread block that shares the first columns starts with them: `found` is complete.
         pl.when(is_last)(functools.partial(self._finish, total, found, tile))
         return jnp.where(is_last, ops.full(total.shape, 0.0), total), found
 

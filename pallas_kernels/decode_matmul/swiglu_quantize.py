@@ -9,7 +9,7 @@ Inputs are the bfloat16 products `g` and `u` of float8 rows with the gate and up
     q[t, f]    = round(y[t, f] · (1 / scale[t]))    float8_e4m3fn
 
 Rounding a row requires its largest number first, so XLA reads the products twice, and rounds to
-float8 in some 35 instructions per number. This kernel reads a row once, 4 bytes per column `f`, and
+float8 in some 35 instructions per number. This kernel reads a row once: 4 bytes per column `f`. It
 writes 1 byte.
 
 *Numbers.* XLA rounds to bfloat16 after `gate`, `up`, `exp`, the sum, the quotient and each of the
@@ -432,8 +432,8 @@ def _hex(number: float) -> str:
 _UNPACK = "shl.b32 a, {0}, 16; and.b32 b, {0}, 0xffff0000;"
 _PACK = "cvt.rn.bf16x2.f32 {0}, b, a;"
 # The quotient is a quarter of the reciprocal of a quarter of the sum: the instruction returns zero
-# for a reciprocal below the smallest normal number. Numbers for which `ex2` returns zero are lost
-# in the sum anyway.
+# for reciprocals below the smallest normal number. Where `ex2` returns zero, the sum loses the
+# number anyway.
 _QUARTER = "0x3E803E80"
 _PRODUCT = " ".join(
     (

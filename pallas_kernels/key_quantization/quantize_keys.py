@@ -54,8 +54,8 @@ class _Sizes:
       blocks: Blocks per sequence in the arrays.
       rows: Blocks per sequence in the call.
       quarter: Channels in each of the two slow runs.
-      is_token: Whether the call has one key per sequence, anywhere in its block, optionally
-        followed by its value.
+      is_token: Whether the call has one key per sequence, anywhere in its block, and maybe its
+        value.
       interpret: Whether the interpreter runs the kernel.
     """
 

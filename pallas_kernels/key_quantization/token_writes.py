@@ -52,8 +52,7 @@ def write_token_kernel(
       values: Values of all layers.
       layer: The layer.
       valid: Whether each sequence has a token.
-      end: Keys of each sequence including the token, which goes to `end - 1`; it is dropped if the
-        cache is full.
+      end: Keys per sequence including the token, which goes to `end - 1`, or is dropped if full.
       interpret: Whether the interpreter runs the kernel.
     """
     shape, width = keys.shape, keys.shape[3] * keys.shape[4]

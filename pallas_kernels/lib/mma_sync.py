@@ -60,8 +60,7 @@ def copy_pages(
       source: `[S, H]` in global memory, 16-bit numbers.
       target: `[16 · pages, H]` in shared memory, `ops.tiled`.
       firsts: The first row of each page in `source`.
-      rooms: Number of existing rows in each page, any integer; missing rows become zeros and are
-        not read.
+      rooms: Number of existing rows per page, any integer; missing rows become zeros, unread.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:

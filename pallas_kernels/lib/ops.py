@@ -14,8 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-# Register layouts of a warpgroup: a product of 64 rows, and vectors with one number per row or
-# column.
+# Register layouts of a warpgroup: a product of 64 rows, and a vector along its rows or columns.
 ACCUMULATOR = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = ACCUMULATOR.reduce(1), ACCUMULATOR.reduce(0)
 # TMA and the tensor cores require swizzled rows of at most 128 bytes in shared memory.
@@ -99,7 +98,7 @@ def read(ref: Any, layout: Any = ACCUMULATOR) -> Array:
 
 
 def write(ref: Any, x: Array, *, optimized: bool = False) -> None:
-    """Writes to memory; `optimized=False` lets JAX 0.12 emit narrow or bank-conflicting stores."""
+    """Writes to memory; `optimized=False` permits slow stores, which JAX refuses since 0.12."""
     store = getattr(plgpu, "store", None)
     if store is None:
         ref[...] = x
@@ -200,8 +199,7 @@ class InterpretedAccumulator(Accumulator):
         """Adds `left · right`, which may be references."""
         product = jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
         self._ref = self._ref + product
-        # Tensor cores read through the async proxy of TMA; order these plain reads before its
-        # writes.
+        # Tensor cores read through the async proxy; order these plain reads before its writes.
         plgpu.commit_smem()
 
     def load(self, *, in_flight: int = 0) -> Array:

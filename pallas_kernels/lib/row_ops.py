@@ -58,8 +58,7 @@ def row_layout(width: int) -> Any:
 def tiles_layout(height: int, columns: int, adjacent: int = ADJACENT) -> Any:
     """Returns the layout of a row as a matrix of tiles, a quarter of the tiles per warp, in order.
 
-    A thread holds groups of `adjacent` (four) columns; a warp's threads together hold 128 adjacent
-    columns.
+    A thread holds groups of `adjacent` (four) columns; a warp's threads hold 128 adjacent columns.
     """
     tiles: tuple[tuple[int, ...], ...] = ((height, columns), (height // WARPS, columns))
     tiles = (*tiles, (LANES * adjacent // columns, columns), (1, adjacent))
@@ -69,8 +68,7 @@ def tiles_layout(height: int, columns: int, adjacent: int = ADJACENT) -> Any:
 def key_layout(channels: int) -> Any:
     """Returns the layout of the 64 keys of a block, 16 adjacent keys per warp.
 
-    A thread holds pairs of adjacent channels of a key; a warp's threads together hold whole keys,
-    in order.
+    A thread holds pairs of adjacent channels of a key; a warp's threads hold whole keys, in order.
     """
     tiles: tuple[tuple[int, ...], ...] = ((64, channels), (64 // WARPS, channels))
     tiles = (*tiles, (LANES * PAIR // channels, channels), (1, PAIR))
@@ -329,8 +327,8 @@ def _both(register: ir.Value) -> list[ir.Value]:
 def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
     """Returns, for every channel of a key, whether any of the key's flags is set.
 
-    It takes one instruction per warp, which has all channels of its 16 keys; each lane has one bit
-    per key.
+    It takes one instruction per warp, which has whole keys; each lane has a bit for each of 16
+    keys.
 
     Args:
       flags: Flags by key and channel, in `key_layout`.
@@ -503,8 +501,7 @@ def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array
     )
     def read(_: Any, columns: Any, ref: Any) -> Any:
         limit = ir.MemRefType(ref.type).shape[0]
-        # Compute addresses in this code: the compiler would keep all of them until the row is
-        # written.
+        # Compute addresses here: the compiler would keep all of them until the row is written.
         code = (
             f"{{ .reg .pred p; .reg .b64 a; setp.lt.s32 p, $2, {limit}; mov.b32 $0, 0; "
             "mad.wide.s32 a, $2, 4, $1; @p ld.global.f32 $0, [a]; }"

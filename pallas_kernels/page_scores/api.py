@@ -91,8 +91,7 @@ def page_scores_of_kernels(
     num_blocks, kv_heads = codes.stack.centre.shape[2:4]
     wanted = count * num_heads // kv_heads
     per_row = queries_per_row(wanted)
-    # Query blocks at a time: a multiple of the least that fills a thread block, up to the memory
-    # limit.
+    # Query blocks at a time: a multiple of those of a thread block, up to the memory limit.
     room = num_blocks if is_ampere else -(-num_blocks // STEP) * STEP
     least = TILE // math.gcd(TILE, per_row)
     most = _MOST_MAX_LOGITS // (batch * kv_heads * room * SCORED_PAGES * per_row)

@@ -24,13 +24,13 @@ powers of two. Blocks after the row of the thread block's last query are never w
 
 *Scores.* A warpgroup has 32 queries, of one row or of up to four short rows; the two warpgroups of
 a thread block share the zero points. It passes over the blocks twice, 64 at a time: forward for the
-denominators, then backward for the shares, which are never written. The backward pass starts with
-data still in shared memory, then in the GPU's cache. A warpgroup multiplies with the zero points of
-64 blocks and adds the products to the blocks' four pages, one after another, so that four numbers
-share references, masks and products. It reads page max logits in place, page by page. Each thread
-sums exponentials relative to its own reference, which moves only when a logit exceeds it by far. A
-logit is the rounded sum of both products, the same in both passes, and shares are relative to the
-largest logit, so that equal pages have equal shares at any magnitude.
+denominators, then backward for the shares, which are never written. The backward pass first reuses
+shared memory, then the GPU's cache. A warpgroup multiplies with the zero points of 64 blocks and
+adds the products to the blocks' four pages, one after another, so that four numbers share
+references, masks and products. It reads page max logits in place, page by page. Each thread sums
+exponentials relative to its own reference, which moves only when a logit exceeds it by far. A logit
+is the rounded sum of both products, the same in both passes, and shares are relative to the largest
+logit, so that equal pages always have equal shares.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ _GROUP = max_logits.GROUP  # blocks per copy of keys, and per copy of maxima
 _COMPUTING = 4  # computing warpgroups of the first kernel
 _REGISTERS = (32, 112)  # per loading thread, and per computing thread
 _KEY_STAGES = 4  # groups of keys in shared memory
-_WARPGROUPS = 2  # of the second kernel, which share the zero points of blocks
+_WARPGROUPS = 2  # warpgroups of the second kernel, which share the blocks' zero points
 _PART = 32  # queries per warpgroup
 _STEP = 64  # blocks per step
 _STAGES = 2  # steps in shared memory, a power of two
@@ -202,16 +202,16 @@ def hopper_max_logits_kernel(
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
-      key: Keys relative to their block's zero point, float8_e4m3fn, in groups of eight blocks with
-        the layout of `hopper_max_logits`.
+      key: Keys relative to their block's zero point, float8_e4m3fn, laid out as in
+        `hopper_max_logits`.
       first_row: Block index of each sequence's first row.
       per_row: Queries per row, with padding.
-      wanted: Queries per row, without padding, whose factor is NaN.
+      wanted: Queries per row, without padding; the padding's factors are NaN.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      The largest products in float16, for the pages of all blocks, padded to a multiple of `STEP`
-      blocks, and the power of two of each query, float32.
+      The largest float16 products, for the pages of all blocks, padded to a multiple of `STEP`, and
+      the float32 power of two of each query.
     """
     batch, kv_heads, num_queries, channels = query.shape
     groups, lines = key.shape[2:4]
@@ -442,7 +442,7 @@ def _scores(
         outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
 
         def write(page: Any, _: Any) -> Any:
-            # Subtract the large offset first, so that the difference is exact to the last bit.
+            # Subtract the large offset first, which makes the difference exact.
             away = of_page(step, page, shared) - offset
             away = away * (tiling.factor * tiling.exponent) - common
             parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)

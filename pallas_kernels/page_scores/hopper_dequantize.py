@@ -3,14 +3,13 @@
     k'_s = step · code_s,   exact in float8_e4m3fn (`policies.block_codes`)
 
 for the keys of one layer, in the layout that `hopper` multiplies (`hopper_max_logits`). Missing
-tokens of a page repeat its first key, which does not change the maximum. Pages without a key are
-NaN.
+tokens of a page repeat its first key, so the maximum stays the same. Pages without a key are NaN.
 
 A warp has one block of one key/value head. Two threads share a key. Each reads 8 or 16 quantized
 bytes of four keys, converts the channels' scales once, and writes as many bytes of the first half
 of the channels and of the second half. So each number costs half a byte of reads and a byte of
 writes. Two quantized numbers become float16 in one instruction (their bits go into the mantissa of
-1024); then the excess is subtracted, the scale multiplied, and the result rounded to float8.
+1024); then the excess is subtracted, and they are scaled and converted to float8.
 """
 
 import dataclasses
@@ -239,8 +238,7 @@ def dequantize_kernel(
     The padding of the last group is not written.
 
     Args:
-      code: Quantized keys as in `BlockCodes`, of all layers, in blocks of 64 keys and 32 or 64
-        channels.
+      code: Quantized keys (`BlockCodes`) of all layers, in blocks of 64 keys and 32 or 64 channels.
       step: Exponents of the scales, likewise.
       layer: The layer.
       lengths: Number of keys in each sequence.

@@ -11,9 +11,9 @@ in PTX:
   less than rounding to eight bits did before.
 * The first product of a block overwrites the sums.
 * While a thread takes the maxima of two blocks, the tensor cores multiply the next two. The sums
-  are PTX registers that the compiler cannot see, so it does not copy them while in flight.
+  are PTX registers that the compiler does not know, so it does not copy them in flight.
 * The keys of a block are permuted (`place_of_key`) so that each of the four threads that share two
-  queries has all keys of one page of 16. So a page's maximum needs no exchange between threads.
+  queries has all keys of one page of 16. So threads exchange nothing for a page's maximum.
 
 Keys are stored for fast copies and products: in lines of 128 bytes, which hold the channels of two
 or four keys. In a group of eight blocks, key `i` has line `i % lines`, from byte
@@ -70,8 +70,8 @@ def largest_of_query(channels: int) -> float:
     """Returns the largest number of a rounded query: 448, float8's largest, times a power of two.
 
     With keys of at most 448 a sum is at most `channels * 1.75 * 64 / channels * 448 = 50,176`; the
-    largest number of float16 is 65,504. The power of two changes no rounding, except of numbers
-    below a hundredth of the largest one.
+    largest number of float16 is 65,504. The power of two changes the rounding only of numbers below
+    a hundredth of the largest.
     """
     return 448.0 / 256 * (64 / channels)
 

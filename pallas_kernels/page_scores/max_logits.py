@@ -11,12 +11,10 @@ A warp has 64 queries in registers and processes block after block. It waits for
 uses no shared memory. Queries are the rows of tensor core products (`mma.sync`), keys the columns.
 A thread reads eight quantized keys and dequantizes them (`four_bits`); each serves 64 queries. Of
 about 450 instructions for a block of 64 channels, 128 multiply, and these take the tensor cores
-longer than the others take the warp. The next block's quantized keys replace the used ones in their
-registers.
+longer than the others take the warp. The next block's quantized keys overwrite used registers.
 
 *Order of keys.* A thread has the sums of two of a product's eight columns. Keys are ordered so that
-thread `t` of four always has keys of page `t`. So a page's maximum needs no exchange between
-threads.
+thread `t` of four always has keys of page `t`. So threads exchange nothing for a page's maximum.
 
 *Order of queries.* A thread's eight maxima, two in each of four products, belong to adjacent
 queries: it writes 16 bytes, and eight threads write a line of memory.
@@ -57,7 +55,7 @@ _ROWS = 16  # per product
 _TILES = QUERIES // _ROWS
 _COLUMNS = 8  # per product, and products per block of keys
 _WORD = 4  # bytes
-_PART = 32  # blocks per thread block; more would leave those of late rows running alone at the end
+_PART = 32  # key blocks per thread block; with more, a few would run alone at the end
 _NAN = 0x7FFF7FFF  # two float16 NaN
 
 
@@ -354,8 +352,7 @@ def max_logits_kernel(
     Args:
       query: Queries rounded to eight bits and doubled, as float16, row after row (`round_queries`);
         their number is a multiple of `TILE`.
-      code: Quantized keys as in `BlockCodes`, of all layers, in blocks of 64 keys and 32 or 64
-        channels.
+      code: Quantized keys (`BlockCodes`) of all layers, in blocks of 64 keys and 32 or 64 channels.
       step: Exponents of the scales, likewise.
       layer: The layer.
       lengths: Number of keys in each sequence.

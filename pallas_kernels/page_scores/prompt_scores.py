@@ -3,8 +3,8 @@
     l[p, m] = scale · (factor_m peaks[p, m] + q_m · centre_j)
     S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
 
-over the pages `p` of the blocks `j` up to the row's own, with the zero points `centre`. This
-matches the second kernel of `hopper`, with the results of `max_logits_kernel` as input.
+over the pages `p` of the blocks `j` up to the row's own, with the zero points `centre`. This is the
+second kernel of `hopper`, after `max_logits_kernel`.
 
 A warp has 32 queries, of one row or of up to four short rows, and waits for no other warp. It
 passes over the blocks twice, 16 at a time: forward for the denominators, then backward for the
@@ -167,7 +167,7 @@ class _Warp:
         """Computes the thread's addresses.
 
         Args:
-          sizes: What is static.
+          sizes: Static parameters.
           peaks: Page max logits `[P, M]` of a key/value head.
           factor: `[M]`.
           query: `[M, C]`.
@@ -235,8 +235,7 @@ class _Warp:
             power = _float(sizes.factor * sizes.exponent)
             for values, offset, one in of_queries:
                 for place, value in enumerate(values):
-                    # Subtract the large offset first, so that the difference is exact to the last
-                    # bit.
+                    # Subtract the large offset first, which makes the difference exact.
                     away = arith.mulf(arith.subf(value, offset), power)
                     share = _power(arith.subf(away, one))
                     sums[place] = arith.addf(sums[place], share)

@@ -8,9 +8,8 @@ cores, which multiply them with any other query; so a distance is
     |q_i - q_j|^2 = q_i q_i + q_j q_j - 2 q_i q_j
 
 The distance to the mean is computed likewise, with the mean split into three parts, 24 bits in
-bfloat16. A step of the traversal takes one reduction over a warp's lanes, one query read from
-shared memory, and 16 products of 16 queries, 8 (equal) columns and 16 channels, about 70
-instructions.
+bfloat16. A step of the traversal takes one reduction over lanes, one query from shared memory, and
+16 products of 16 queries, 8 (equal) columns and 16 channels, about 70 instructions.
 
 One integer holds a query's distance and place, so that one reduction finds both. Distances that
 differ by less than a relative 2^-17 count as equal, and of equal ones the first is taken.
@@ -237,8 +236,7 @@ class _Traversal:
         norms = self._find_norms()
         counts = self._which_count(norms)
         square = self._write_mean(counts)
-        # Read queries again after the norms, so that registers suffice for four thread blocks per
-        # SM.
+        # Read queries again after the norms: four thread blocks per SM need the registers.
         tiles = [self._tile(index) for index in range(_TILES)]
         products = self._with_mean(tiles)
         distances = []
@@ -368,8 +366,7 @@ class _Traversal:
     def _write_mean(self, counts: list[ir.Value]) -> ir.Value:
         """Writes the mean of the valid queries to shared memory, and returns its square.
 
-        The first of three rows is the mean in 16 bits; all three add up to the mean, and a fourth
-        is 0.
+        The first of three rows is the mean in 16 bits; all three add up to it, and a fourth is 0.
         """
         constant, number = mlir.constant, ir.F32Type.get()
         ballots = [mlir.ballot(counted) for counted in counts]

@@ -3,9 +3,9 @@
     l[n, p] = scale · (q_n · centre_j + max_{s in page p} q'_n · step_j code_s)
 
 for the query heads `n` of one key/value head and the four pages `p` of 16 keys of each block `j`
-(`policies.block_codes`). A thread block has some key blocks of one key/value head, few enough to
-fill the GPU, and four warps that share them; `token_products` multiplies. The norm over heads needs
-powers of shares,
+(`policies.block_codes`). A thread block has some key blocks of one key/value head, few enough that
+thread blocks fill the GPU, and four warps that share them; `token_products` multiplies. The norm
+over heads needs powers of shares,
 
     share[n, p] = exp(l[n, p]) / Σ_i exp(l[n, i])
 
@@ -87,7 +87,7 @@ class _Sizes:
 
 
 def blocks_of_part(batch: int, kv_heads: int, num_blocks: int) -> int:
-    """Chooses key blocks per thread block, 4 to 64: few enough to fill the GPU.
+    """Chooses key blocks per thread block, 4 to 64, so that thread blocks fill the GPU.
 
     Example:
       >>> [blocks_of_part(1, 8, num_blocks) for num_blocks in (45, 256, 2048)]
@@ -119,8 +119,7 @@ def _score(
     length, index = lengths[batch], layer[0]
     there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, sizes.count)
 
-    # The second condition always holds. It makes the compiler load the layer together with the
-    # length, not after it.
+    # The second condition always holds. It makes the compiler load layer and length together.
     @pl.when((there > 0) & (index >= 0))
     def _() -> None:
         block_products(
@@ -214,8 +213,8 @@ def token_scores_kernel(
 
     Args:
       query: Queries in bfloat16, at most eight heads per key/value head, in all channels.
-      code: Quantized keys as in `BlockCodes`, of all layers, in blocks of 64 keys and the slow half
-        of the channels.
+      code: Quantized keys (`BlockCodes`) of all layers: blocks of 64 keys, slow half of the
+        channels.
       centre: Zero points, likewise.
       step: Exponents of the scales, likewise.
       layer: The layer.
@@ -224,8 +223,7 @@ def token_scores_kernel(
       exponent: Exponent of the shares.
       room: Heads and columns of the result, padded; columns are a multiple of 256. The columns are
         the pages of all blocks, in order.
-      all_kv_heads: Key/value heads of all ranks if these are one rank's, so that parts equal those
-        of a single device.
+      all_kv_heads: Key/value heads of all ranks if these are one rank's; they determine the parts.
       interpret: Whether the interpreter runs the kernel.
     """
     batch, num_heads, _ = query.shape

@@ -74,9 +74,8 @@ def select_token_by_page_scores(
 ) -> tuple[BlockSelection, WalkState] | None:
     """Computes page scores and page indices of one token per sequence, for the recommended policy.
 
-    Keys are quantized as in `BlockCodes`, of all layers, in the slow half of the channels. Keys and
-    queries may be one rank's heads (`ranks`, a `Heads`). Budgets, page scores, and sink and local
-    blocks count pages.
+    Quantized keys are the arrays of `BlockCodes` for all layers, and may be of one rank's heads
+    (`ranks`, a `Heads`), like the queries. Budgets and sink and local blocks count pages.
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads

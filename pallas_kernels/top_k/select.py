@@ -108,8 +108,7 @@ def row_threshold(
     def narrow(state: _Bracket, limits: tuple[Array, Array, Array]) -> _Bracket:
         lower, upper, above, turn = state
         kept = row_ops.count_kept(keys, limits, scratch, turn, layout=layout, interpret=interpret)
-        # The least limit that does not keep too many is the new upper key, the next lower one the
-        # lower key.
+        # The least limit that does not keep too many becomes `upper`, the one below it `lower`.
         for limit, number in reversed(list(zip(limits, kept, strict=True))):
             upper = jnp.where(number <= count, limit, upper)
             above = jnp.where(number <= count, number, above)
@@ -215,8 +214,8 @@ def select_blocks_kernel(
     """Runs `selection.select_blocks` as one kernel, with the same indices for the same scores.
 
     Args:
-      scores: Block scores of each row, float32; only their order within a row matters. Non-finite
-        scores rank last.
+      scores: Float32 block scores; only their order within a row matters, with non-finite ones
+        last.
       rows: Absolute block index of each row; blocks after it are not eligible.
       counts: Number of blocks to keep, at most `rows + 1` and at least the number of forced blocks.
       sink_blocks: Number of first blocks that are always kept.

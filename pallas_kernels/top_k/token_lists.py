@@ -182,8 +182,8 @@ def select_token_by_page_scores_kernel(
 
     Args:
       query: Queries in bfloat16, at most eight heads per key/value head.
-      code: Quantized keys as in `BlockCodes`, of all layers, in blocks of 64 keys and the slow half
-        of the channels.
+      code: Quantized keys (`BlockCodes`) of all layers: blocks of 64 keys, slow half of the
+        channels.
       centre: Zero points, likewise.
       step: Exponents of the scales, likewise.
       state: Page scores of the previous layer, updated in place under `jit`.

@@ -135,9 +135,7 @@ def select_token_kernel(
     overlaps: bool = True,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B 1 J"], Int[Array, ""]]:
-    """Selects blocks for one token per sequence and computes the walk's next row.
-
-    It supports the power transitions.
+    """Selects blocks for one token per sequence, with the walk's next row, for power transitions.
 
     Args:
       token: Sketches of the tokens' queries, averaged over heads; or the queries, which the kernel

@@ -57,8 +57,8 @@ from sketchwalk_jax.scaled import (
 
 TILE = 64  # blocks of keys, and of queries, in a tile
 MAX_SPLITS = 16  # parts of a row
-LARGEST_EXPONENT = 127  # of a float
-_HALVES = 2  # of a thread block's query blocks, one per warpgroup
+LARGEST_EXPONENT = 127  # float32
+_HALVES = 2  # halves of a thread block's query blocks, one per warpgroup
 _QUERY_TILE = _HALVES * TILE  # query blocks per part
 _SHAPE = (TILE, TILE)
 _BY_KEY, _BY_QUERY = ops.BY_ROW, ops.BY_COLUMN  # layouts of vectors along `K Qᵀ`
@@ -195,8 +195,7 @@ class _Memory:
     """Shared memory and barriers of a thread block.
 
     Attributes:
-      operands: Two slots of keys, then two of queries: float32 numbers, replaced by their split
-        into two parts.
+      operands: Two slots of keys, then two of queries: float32, overwritten by two float16 parts.
       arrived: Barrier per slot: its copy has arrived.
       are_parts: Barrier per slot of keys: they are split into parts.
       is_done: Barrier: one warpgroup has handed over its total.
@@ -618,8 +617,7 @@ class _Tiles:
           query_tile: The tile.
           total: Total of the earlier tiles.
           state: Entries of the walk's row for the tile.
-          is_only: Whether it is the thread block's only tile, with copies started but keys not
-            awaited.
+          is_only: Whether it is the only tile; its copies are started, its keys not awaited.
 
         Returns:
           The new total.
@@ -725,7 +723,8 @@ def _walk_few_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
     refs, memory = _Refs(*arrays), _Memory(**scratch)
     index, line, token = _begin(refs, tiling)
     for half in tiling.halves():
-        # The line has the tiles below the diagonal of `line`, then those of the last but `line`.
+        # A line has the tiles below the diagonal of pair `line`, then of the pair `line` before
+        # last.
         is_corner = index == tiling.num_key_tiles
         is_straight = jnp.logical_not(is_corner)
         of_first = (is_corner & (half == 0)) | (is_straight & (index <= 2 * line))
@@ -805,7 +804,7 @@ def _walk_many_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
     refs, memory = _Refs(*arrays), _Memory(**scratch)
     index, line, token = _begin(refs, tiling)
     for half in tiling.halves():
-        has_keys = half == 0 if tiling.shares_keys else index >= 0  # else each loads its own
+        has_keys = half == 0 if tiling.shares_keys else index >= 0  # or each loads its own
         tiles = _Tiles(
             tiling=tiling,
             refs=refs,

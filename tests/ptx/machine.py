@@ -399,7 +399,7 @@ def constant(text: str, dtype: np.dtype[Any]) -> np.ndarray:
     number = int(text, 0)
     if dtype.kind == "b":
         return np.array(bool(number))
-    width = dtype.itemsize  # of the number's bit pattern
+    width = dtype.itemsize  # bytes of the bit pattern
     return np.array(number & (1 << 8 * width) - 1, f"u{width}").view(dtype)
 
 

@@ -129,7 +129,7 @@ def _do_atomic(warp: Warp, one: Instruction) -> None:
 
 @operation("ldmatrix", "stmatrix")
 def _do_matrices(warp: Warp, one: Instruction) -> None:
-    """Loads 8 by 8 matrices of 16-bit entries; thread `8 m + r` has the address of row `r` of `m`.
+    """Loads 8 by 8 matrices of 16 bits; thread `8 m + r` has the address of row `r` of matrix `m`.
 
     Thread `t` gets entries `2 (t % 4)` and `2 (t % 4) + 1` of row `t / 4`.
     """

@@ -222,7 +222,7 @@ def _member(kind: str, index: int) -> tuple[int, str]:
     return offset, entry
 
 
-# The program
+# Instructions and kernels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Instructions between registers: what each thread computes, and what a warp exchanges."""
+"""Register instructions: arithmetic of each thread, and exchanges within a warp."""
 
 import functools
 import operator
