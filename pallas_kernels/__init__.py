@@ -1,4 +1,4 @@
-"""Kernels for Hopper GPUs, and the sizes that they run with."""
+"""GPU kernels and their tile sizes."""
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 

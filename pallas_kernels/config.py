@@ -1,7 +1,7 @@
-"""How attention and selection run: sizes of tiles, and what the kernels can take.
+"""Tile sizes of attention and selection, and limits of the kernels.
 
-None of the sizes changes a result beyond rounding. The kernels themselves import Pallas, which
-takes long, so that whoever calls them imports them late; this file imports little.
+Sizes change results only by rounding. This file imports little; callers import the kernels late,
+since importing Pallas is slow.
 """
 
 import dataclasses
@@ -11,33 +11,33 @@ from typing import Any, NoReturn
 import jax
 
 # Limits of the attention kernels.
-PREFILL_BLOCK_SIZES = (64, 128)  # of lists and of their rows
-PREFILL_PAGE, PREFILL_PAGE_ROW = 16, 64  # keys of a page, and queries of a row of lists of pages
+PREFILL_BLOCK_SIZES = (64, 128)  # of key blocks and query blocks
+PREFILL_PAGE, PREFILL_PAGE_ROW = 16, 64  # keys per page, and queries per query block with pages
 DECODE_BLOCK_SIZES = (16, 64, 128)
 MAX_HEAD_DIM = 128
-# To pad other heads would copy the layer of the cache for each token.
+# Padding other heads would copy a layer of the cache for every token.
 DECODE_HEADS = (64, 128)
 
-# Limits of the selection kernels, each of which has a row of blocks in its registers.
+# Limits of the selection kernels, which hold one score per block in registers.
 MAX_BLOCKS = 16384
 MAX_POWER = 32
-WIDE = 128  # entries of heads that are read together, a number for each thread of a warpgroup
-LEAST_BLOCK = 16  # tokens of a block whose sketches are summed up
-LEAST_CHUNK = 32  # entries of sketches that are multiplied at a time, or twice this
-SCORED_BLOCK = 64  # tokens of a block whose keys are scored one by one
-SCORED_PAGES = 4  # pages of such a block, which are listed by themselves
-SCORED_HEADS = (64, 128)  # features of their heads
-SCORED_GROUP = 8  # heads that share keys, for one token
-MAX_TOKEN_HEADS = 64  # of one token, put together by one program
-MAX_TOKEN_SCORES = 2**19  # of all of its heads, one for each block or page
-WRITTEN_CHANNELS = 128  # of a token's keys in all heads, or a multiple
+WIDE = 128  # head entries read at a time, one per thread of a warpgroup
+LEAST_BLOCK = 16  # fewest tokens per block for the sums of sketches
+LEAST_CHUNK = 32  # sketch entries multiplied at a time, or twice as many
+SCORED_BLOCK = 64  # tokens per block for page scores
+SCORED_PAGES = 4  # pages per block, listed individually
+SCORED_HEADS = (64, 128)  # head_dim for page scores
+SCORED_GROUP = 8  # most query heads per key/value head, for one token
+MAX_TOKEN_HEADS = 64  # most heads of a token, combined by one thread block
+MAX_TOKEN_SCORES = 2**19  # most scores of a token: heads times pages
+WRITTEN_CHANNELS = 128  # divides the channels of a token's keys in all heads
 
-# Limits of the kernel for rows of a gated mlp, which has a row and scales in shared memory.
-GATED_COLUMNS = 8  # or a multiple
+# Limits of the SwiGLU kernel, which holds a row and scales in shared memory.
+GATED_COLUMNS = 8  # divides the number of columns
 MOST_GATED_COLUMNS = 28672
 
-_HOPPER_MULTIPROCESSORS = 132  # of an H100 or H200
-# Shared memory of a multiprocessor, in KiB, by compute capability; 8.6, 8.9 and 12.0 have least.
+_HOPPER_MULTIPROCESSORS = 132  # H100 or H200
+# Shared memory per multiprocessor in KiB, by compute capability; 8.6, 8.9 and 12.0 have the least.
 _SHARED_KIB = {"8.0": 164, "8.7": 164, "9.0": 228, "10.0": 228, "10.3": 228}
 _LEAST_SHARED_KIB = 100
 
@@ -46,8 +46,8 @@ _LEAST_SHARED_KIB = 100
 class KernelConfig:
     """Tile sizes of the implementations. It is hashable; pass it to `jax.jit` as a static argument.
 
-    The defaults of the fields are those of a CPU; `default_kernel_config` knows other devices.
-    The kernels choose their own sizes by the shape of each call and by the device.
+    The field defaults suit a CPU; `default_kernel_config` has values for other devices. The GPU
+    kernels choose their sizes from each call's shape and the device.
 
     Attributes:
       row_tile: Number of query blocks that the XLA implementation processes together. With more
@@ -59,7 +59,7 @@ class KernelConfig:
       dense_keys: Number of keys in a step of dense attention.
       dense_decode_keys: Number of keys in a step of dense decoding.
       interpret: Whether `implementation="mosaic_gpu"` runs in Pallas' interpreter, on any device.
-        It is slow, and shows what a kernel does.
+        This is slow and only for tests.
 
     Raises:
       ValueError: If a size is not a positive integer.
@@ -96,10 +96,10 @@ _ON_ACCELERATORS = KernelConfig(
 
 
 def default_kernel_config(platform: str | None = None) -> KernelConfig:
-    """The tile sizes used where none are given.
+    """Returns the default tile sizes of a platform.
 
     Args:
-      platform: `"cpu"`, `"gpu"` or `"tpu"`; that of JAX's default device if left out.
+      platform: `"cpu"`, `"gpu"` or `"tpu"`; by default the platform of JAX's default device.
 
     Returns:
       A `KernelConfig`.
@@ -113,19 +113,20 @@ def default_kernel_config(platform: str | None = None) -> KernelConfig:
 
 
 def num_multiprocessors() -> int:
-    """Multiprocessors of the default device, or of an H100 or H200 (132) where that is no GPU.
+    """Returns the number of multiprocessors (SMs) of the default device.
 
-    Without a GPU, kernels are interpreted, or compiled for these.
+    Without a GPU it is 132, as for an H100 or H200: kernels are then interpreted or compiled for
+    these.
     """
     device = jax.local_devices()[0]
     return device.core_count if device.platform == "gpu" else _HOPPER_MULTIPROCESSORS
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory of a multiprocessor of the default device.
+    """Returns the bytes of shared memory per multiprocessor of the default device.
 
-    They are those of its compute capability (CUDA's guide has a table); without a GPU, those of an
-    H100 or H200.
+    The number follows from the compute capability (see CUDA's guide). Without a GPU it is an
+    H100's.
     """
     device = jax.local_devices()[0]
     capability = device.compute_capability if device.platform == "gpu" else "9.0"
@@ -133,7 +134,7 @@ def shared_memory() -> int:
 
 
 def fills_rows(query: Any, key: Any) -> bool:
-    """Whether the heads of a token fill whole rows of `WIDE` entries, or of a wider head's.
+    """Whether a token's heads fill whole rows of `WIDE` or `head_dim` entries, the larger of both.
 
     Args:
       query: Queries `[B, T, N, H]`, arrays or their abstract shapes.
@@ -146,12 +147,12 @@ def fills_rows(query: Any, key: Any) -> bool:
 
 
 def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -> str | None:
-    """Why the kernels cannot take queries of this shape and type, or `None` if they can.
+    """Returns why the kernels do not support queries of this shape and type, or `None` if they do.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per key block.
-      row_size: Queries per row of lists in prefill, `block_size` unless given.
+      row_size: Queries per query block in prefill, `block_size` by default.
 
     Returns:
       A reason to show to the caller.
@@ -180,10 +181,10 @@ def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -
 
 
 def why_not_swiglu_quantize(gate: Any) -> str | None:
-    """Why the kernel for rows of a gated mlp cannot take such rows, or `None` if it can.
+    """Returns why the SwiGLU kernel does not support these rows, or `None` if it does.
 
     Args:
-      gate: Products with the weights of gate `[T, F]`, an array or its abstract shape.
+      gate: Products with the gate weights `[T, F]`, an array or its abstract shape.
 
     Returns:
       A reason to show to the caller.
@@ -209,7 +210,7 @@ _NO_DERIVATIVE = (
 
 
 def without_derivative(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of arrays; taking its derivative raises an error that says what to do."""
+    """Wraps a function so that taking its derivative raises an error that says what to do."""
     wrapped = jax.custom_vjp(function)
 
     def refuse(*arguments: Any) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Which implementation runs, in attention and in selection: by device and shape, or as asked.
+"""Chooses the implementation of attention and selection, by device, shape and request.
 
-`implementation=None` always finds one; a name insists. What a kernel cannot take it says itself,
-in words (`why_not_...`); nothing here is remembered between calls.
+`implementation=None` always finds one; a name requires that one. The `why_not_...` functions return
+the reason why a kernel does not support a call. No state is kept between calls.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from sketchwalk_jax.validation import varying_axes
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
 FULL_BLOCK = 64
-"""Tokens of the blocks that the lists of dense attention are made of, on the kernels."""
+"""Tokens per key block when kernels compute dense attention over lists of all blocks."""
 
-# What there are kernels for, by GPU: attention of prompts and of tokens, selection by any policy,
-# by the recommended policy of prompts and of a token (and what writes that), products of few rows,
-# and what stands between the float8 products of the mlp's many rows.
+# Operations with kernels, by GPU. "selection" serves any policy, "prompt selection" and "token
+# selection" the recommended policy (including its cache writes); "linear layers" is decode matmul;
+# "float8 SwiGLU" runs between the float8 products of the mlp in prefill.
 KERNELS = {
     "hopper": (
         "prefill",
@@ -38,12 +38,12 @@ KERNELS = {
     "ampere": ("prefill", "decode", "prompt selection", "token selection", "linear layers"),
 }
 GPU_GROUPS = ("GPUs from Ampere on", "GPUs before Ampere")
-"""GPUs on which the same code runs: kernels, or XLA alone."""
+"""GPUs that run the same code: kernels, or only XLA."""
 _HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
 
 def device_kind() -> str:
-    """The default device in words, e.g. `"cpu"` or `"NVIDIA H200"`."""
+    """Returns the default device's name, e.g. `"cpu"` or `"NVIDIA H200"`."""
     return jax.devices()[0].device_kind
 
 
@@ -53,9 +53,9 @@ def is_hopper() -> bool:
 
 
 def kernels_here() -> str | None:
-    """Whose kernels the default device runs, a key of `KERNELS`; `None` where there are none.
+    """Returns the key of `KERNELS` for the default device, or `None` if it runs no kernels.
 
-    `"ampere"` are those for any NVIDIA GPU of compute capability 8.0 or higher that is not Hopper.
+    `"ampere"` stands for any NVIDIA GPU of compute capability 8.0 or higher except Hopper.
     """
     if is_hopper():
         return "hopper"
@@ -63,10 +63,10 @@ def kernels_here() -> str | None:
 
 
 def group_of_gpus() -> str | None:
-    """Which group of GPUs the default device is in, by what runs there; for expectations of speed.
+    """Returns the default device's group of GPUs, for which speeds are expected to be similar.
 
     Returns:
-      One of `GPU_GROUPS`; `None` on Hopper, and where there is no GPU.
+      One of `GPU_GROUPS`; `None` on Hopper and without a GPU.
     """
     if not is_gpu() or is_hopper():
         return None
@@ -75,10 +75,10 @@ def group_of_gpus() -> str | None:
 
 
 def why_not_device(what: str) -> str | None:
-    """Why the default device has no kernels for something, or `None` if it has.
+    """Returns why the default device has no kernels for an operation, or `None` if it has.
 
     Args:
-      what: One of those that `KERNELS` names.
+      what: An operation named in `KERNELS`.
 
     Returns:
       A reason to show to the caller.
@@ -96,10 +96,10 @@ def is_gpu() -> bool:
 
 
 def is_gpu_without(what: str) -> bool:
-    """Whether the default device is a GPU without kernels for something.
+    """Whether the default device is a GPU without kernels for an operation.
 
     Args:
-      what: One of those that `KERNELS` names.
+      what: An operation named in `KERNELS`.
     """
     return is_gpu() and why_not_device(what) is not None
 
@@ -107,12 +107,12 @@ def is_gpu_without(what: str) -> bool:
 def why_not_mosaic_gpu(
     query: Any, *, block_size: int, row_size: int | None = None, interpret: bool = False
 ) -> str | None:
-    """Why no kernel can take this call of attention, or `None` if one can.
+    """Returns why no kernel supports this attention call, or `None` if one does.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per key block.
-      row_size: Queries per row of lists in prefill, `block_size` unless given.
+      row_size: Queries per query block in prefill, `block_size` by default.
       interpret: Whether the kernels run in the interpreter, which needs no GPU.
 
     Returns:
@@ -134,22 +134,21 @@ def choose_implementation(
     row_size: int | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> str:
-    """The implementation of attention over lists that will run.
+    """Chooses the implementation of block-sparse attention.
 
     Args:
-      implementation: `None` to choose; it always finds one. A name to insist.
+      implementation: A name, or `None` to choose one.
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per key block.
-      row_size: Queries per row of lists in prefill, `block_size` unless given.
-      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
-        unasked.
+      row_size: Queries per query block in prefill, `block_size` by default.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter.
 
     Returns:
       `"mosaic_gpu"` or `"xla"`.
 
     Raises:
       ValueError: If the name is unknown.
-      NotImplementedError: If the named implementation cannot take this call.
+      NotImplementedError: If the named implementation does not support this call.
     """
     interpret = kernel_config is not None and kernel_config.interpret
     if implementation is None and interpret:
@@ -166,16 +165,15 @@ def selection_kernels(
     *,
     what: str = "selection",
 ) -> KernelConfig | None:
-    """How policies may run their selection kernels, or `None` where they select on XLA.
+    """Returns the configuration of a policy's selection kernels, or `None` to select with XLA.
 
-    A policy that finds a kernel for what it selects takes it; the lists are the same either way.
-    In a `shard_map` of the caller's they run with `check_vma=False` alone.
+    A policy uses a kernel if one supports its selection; the indices are the same either way.
+    Inside a `shard_map` of the caller, kernels require `check_vma=False`.
 
     Args:
-      implementation: As asked for attention.
-      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
-        unasked.
-      what: What they are for, as `KERNELS` has it.
+      implementation: The implementation requested for attention.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter.
+      what: Operation of the kernels, as named in `KERNELS`.
 
     Returns:
       The configuration for the kernels, or `None`.
@@ -196,16 +194,16 @@ def row_kernels(
     on_one_device: bool,
     what: str = "linear layers",
 ) -> KernelConfig | None:
-    """How kernels of few rows may read stacked weights or caches, or `None` where XLA does.
+    """Returns the configuration of decode matmul or cache-writing kernels, or `None` to use XLA.
 
-    Where these may be spread over devices it does: a kernel would get all of them on each.
+    XLA is used if weights or caches may be sharded: a kernel would gather all of them on each
+    device.
 
     Args:
-      implementation: As asked for attention.
-      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
-        unasked.
-      on_one_device: Whether weights and caches are known to lie on one device.
-      what: What the kernels are for, as `KERNELS` has it.
+      implementation: The implementation requested for attention.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter.
+      on_one_device: Whether weights and caches are known to be on one device.
+      what: Operation of the kernels, as named in `KERNELS`.
     """
     found = selection_kernels(implementation, kernel_config, what=what)
     return found if found is None or found.interpret or on_one_device else None
@@ -214,13 +212,13 @@ def row_kernels(
 def why_not_cudnn(
     query: Any, *, num_keys: int, has_offset: bool, return_lse: bool = False
 ) -> str | None:
-    """Why cuDNN's flash attention cannot take this call of dense attention, or `None` if it can.
+    """Returns why cuDNN's flash attention does not support this call, or `None` if it does.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape.
-      num_keys: Keys `S` that the key array holds.
-      has_offset: Whether queries may start elsewhere than at position 0.
-      return_lse: Whether the log-sum-exp is wanted.
+      num_keys: Keys `S` of the key array.
+      has_offset: Whether queries may start after position 0.
+      return_lse: Whether to return the log-sum-exp.
 
     Returns:
       A reason to show to the caller.
@@ -242,14 +240,14 @@ def why_not_cudnn(
 def why_not_full_lists(
     query: Any, *, num_keys: int, has_offset: bool, interpret: bool = False
 ) -> str | None:
-    """Why dense attention cannot go through the kernels for lists, or `None` if it can.
+    """Returns why the block-sparse kernels cannot compute dense attention, or `None` if they can.
 
-    They then attend over lists of all blocks, wherever the queries stand.
+    They attend over lists of all blocks, with queries at any position.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape.
-      num_keys: Keys `S` that the key array holds.
-      has_offset: Whether queries may start elsewhere than at position 0.
+      num_keys: Keys `S` of the key array.
+      has_offset: Whether queries may start after position 0.
       interpret: Whether the kernels run in the interpreter, which needs no GPU.
 
     Returns:
@@ -271,26 +269,25 @@ def choose_dense_implementation(
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
 ) -> str:
-    """The implementation of dense attention that will run: cuDNN's wherever it can.
+    """Chooses the implementation of dense attention: cuDNN if it supports the call.
 
-    Else, where queries start elsewhere than at position 0, the kernels with full lists, which read
-    a cache as it lies.
+    Otherwise, if queries start after position 0, kernels with lists of all blocks, which read
+    caches in place.
 
     Args:
-      implementation: `None` to choose; it always finds one. A name to insist.
+      implementation: A name, or `None` to choose one.
       query: The queries `[B, T, N, H]`, an array or its abstract shape.
-      num_keys: Keys `S` that the key array holds.
-      has_offset: Whether queries may start elsewhere than at position 0.
-      return_lse: Whether the log-sum-exp is wanted.
-      kernel_config: Tile sizes, and whether kernels run in the interpreter, which nobody gets
-        unasked.
+      num_keys: Keys `S` of the key array.
+      has_offset: Whether queries may start after position 0.
+      return_lse: Whether to return the log-sum-exp.
+      kernel_config: Tile sizes, and whether kernels run in the interpreter.
 
     Returns:
       `"cudnn"`, `"mosaic_gpu"` or `"xla"`.
 
     Raises:
       ValueError: If the name is unknown.
-      NotImplementedError: If the named implementation cannot take this call.
+      NotImplementedError: If the named implementation does not support this call.
     """
     interpret = kernel_config is not None and kernel_config.interpret
     where: dict[str, Any] = {"num_keys": num_keys, "has_offset": has_offset}
@@ -302,7 +299,7 @@ def choose_dense_implementation(
 
 
 def _choose(asked: str | None, names: Sequence[str], reasons: Sequence[str | None]) -> str:
-    """The first name with no reason against it, or the one asked for."""
+    """Returns the first name without a reason against it, or the requested one."""
     if asked is None:
         return next(name for name, reason in zip(names, reasons, strict=True) if not reason)
     if asked not in names:
@@ -317,22 +314,22 @@ def _choose(asked: str | None, names: Sequence[str], reasons: Sequence[str | Non
 
 
 def _checks_varying_axes() -> bool:
-    """Whether this is traced in a `shard_map` that checks over which mesh axes arrays vary.
+    """Whether a surrounding `shard_map` checks over which mesh axes arrays vary.
 
-    There Pallas traces no kernel that changes an array in place, or that branches on its values.
+    There, Pallas cannot trace kernels that change an array in place or branch on its values.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return bool(axes and varying_axes(jax.lax.pcast(jnp.zeros(()), axes, to="varying")))
 
 
 def _is_ampere_or_later() -> bool:
-    """Whether the default device is one that cuDNN's flash attention runs on."""
+    """Whether the default device has compute capability 8.0 or higher."""
     major = _compute_capability().split(".")[0]  # "9.0" on NVIDIA, "gfx942" and the like on AMD
     return major.isdigit() and int(major) >= 8
 
 
 def _compute_capability() -> str:
-    """That of the default device, if it is a GPU; an empty string otherwise."""
+    """Returns the default GPU's compute capability, or an empty string without a GPU."""
     if jax.default_backend() != "gpu":
         return ""
     return str(getattr(jax.devices()[0], "compute_capability", ""))

@@ -1,4 +1,4 @@
-"""Attention of query blocks over page indices: which kernel the default device runs."""
+"""Selects the prefill attention kernel of the default device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,11 @@ from sketchwalk_jax.pallas_kernels import dispatch
 
 
 def prompt_kernel() -> Callable[..., Any]:
-    """The kernel for prompts; without a GPU, Hopper's, which the interpreter runs.
+    """Returns the prefill kernel; without a GPU, the Hopper kernel, for the interpreter.
 
-    `dispatch.why_not_mosaic_gpu` says what it cannot take.
+    `dispatch.why_not_mosaic_gpu` lists the arguments that it rejects.
     """
-    # Pallas takes long to import, and few callers need it.
+    # Import late: importing Pallas is slow, and few callers need it.
     if dispatch.kernels_here() == "ampere":
         from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
 

@@ -1,10 +1,10 @@
 """Attention of query blocks over page indices on NVIDIA GPUs from Ampere on.
 
-A program has one tile: 64 queries in up to two query heads that share their keys and their list.
-Its one warpgroup copies the listed keys and values, 64 or 32 of them a step, into shared memory
-(`cp.async`), and multiplies with the tensor cores' instructions of a warp (`mma.sync`). Each of its
-four warps has 16 queries of each head, so that what it reads of keys and values serves both. As
-many programs as fit in a multiprocessor hide each other's waits; the long tiles start first.
+A thread block has one tile: 64 queries in up to two query heads that share keys and a list of block
+indices. Its warpgroup copies the listed keys and values into shared memory (`cp.async`), 64 or 32
+keys a step, and multiplies with warp-level tensor core instructions (`mma.sync`). Each of its four
+warps has 16 queries of each head, so each key and value that it reads serves both heads. As many
+thread blocks as fit on a multiprocessor (SM) hide each other's latency. Long lists start first.
 
 Steps run from the end of a list to its beginning, in pages of 16 keys, four of which are a block:
 
@@ -12,22 +12,23 @@ Steps run from the end of a list to its beginning, in pages of 16 keys, four of 
     m' = max(m, S over keys),  P = 2^(c S - c m'),  c = scale · log2(e)
     O = O 2^(c m - c m') + P V                  [queries, features]
 
-Copies are groups, those of keys and of values in turn. With `stages` slots for each, step `i`
+Copies of keys and copies of values form alternating groups. With `stages` slots for each, step `i`
 
     waits for the keys of step i             all warps are done with the values of step i - 1
     starts to copy the values of step i + stages - 1 into their slot, computes S
     waits for the values of step i           all warps are done with the keys of step i
     starts to copy the keys of step i + stages into their slot, computes P and adds P V
 
-so that each wait leaves `2 (stages - 1)` groups in flight. Keys that no query of the tile sees,
-because they lie beyond the sequence or the tile, or because a list's last step lacks pages, become
-zeros as they are copied, and are not read.
+so that each wait leaves `2 (stages - 1)` groups in flight. Keys that no query of the tile sees are
+not read; the copy fills them with zeros. These are keys beyond the sequence or the tile, and pages
+that a list's last step lacks.
 
-Only steps with keys of the tile's own block, or that lack pages, need a mask. A weight of 0 does
-not erase NaN, and queries may not know of a later value that is NaN: there, values from the first
-on that is not finite become zeros, and queries that see that one have a denominator of NaN.
+Only steps that contain keys of the tile's own block, or lack pages, need a mask. A weight of 0 does
+not erase NaN, and a NaN in a later value must not reach earlier queries. So in the tile's own
+block, values from the first non-finite one on become zeros, and queries that see it get a NaN
+denominator.
 
-A query reads, of each listed block of 64 keys, 2 H bytes in each head, as on Hopper.
+Per query and head, a listed block of 64 keys costs 2 H bytes of reads, as on Hopper.
 """
 
 import dataclasses
@@ -52,21 +53,21 @@ from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mma_sync import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-_QUERIES = 64  # of a tile
-# Keys of a step and slots of each, the best first. Two programs of a multiprocessor, which is what
-# the registers of the largest tiles allow, must fit in its shared memory. Scores of 64 keys for
-# the largest tiles would not fit in the registers.
+_QUERIES = 64  # per tile
+# Keys per step and slots, fastest first. Two thread blocks per SM, the most that the registers of
+# the largest tiles allow, must fit in its shared memory. Scores of 64 keys for the largest tiles
+# would not fit in the registers.
 _SIZES = ((64, 2), (64, 1), (32, 2), (32, 1))
-_MOST_SUMS = 64 * 128  # of a tile with steps of 64 keys
+_MOST_SUMS = 64 * 128  # largest tile, rows times features, for steps of 64 keys
 _PROGRAMS = 2
-_PLACES = 6  # integers that say where a program is
-_RESERVED = 1024  # bytes of shared memory that each program costs beside its own
-_SCRATCH = 1024  # and of its own, at most, beside queries, keys and values
+_PLACES = 6  # integers that locate a thread block's tile
+_RESERVED = 1024  # bytes of shared memory that CUDA reserves per thread block
+_SCRATCH = 1024  # most bytes of a thread block other than queries, keys and values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
       batch: Sequences.
@@ -74,12 +75,12 @@ class _Tiling:
       heads: Query heads.
       kv_heads: Key/value heads.
       head_dim: Features per head, 64 or 128.
-      lists: Lists per row: 1, `kv_heads` or `heads`.
-      subblocks: Tiles of a row of lists.
-      entry: Pages of an entry of a list.
-      keys: Keys of a step.
+      lists: Lists per query block: 1, `kv_heads` or `heads`.
+      subblocks: Tiles per query block.
+      entry: Pages per listed block.
+      keys: Keys per step.
       stages: Slots of keys, and of values.
-      exponent: Factor of the scores in powers of 2.
+      exponent: Factor of the scores times `log2(e)`, for powers of 2.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -98,36 +99,36 @@ class _Tiling:
 
     @property
     def pages(self) -> int:
-        """Pages of a step."""
+        """Pages per step."""
         return self.keys // PAGE
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
     @property
     def together(self) -> int:
-        """Heads of a tile; they need one list and the same keys."""
+        """Heads per tile, which share a list and a key/value head."""
         return 1 if self.group == 1 or self.lists == self.heads else 2
 
     @property
     def rows(self) -> int:
-        """Queries of a tile in all its heads."""
+        """Queries per tile, counted in each head."""
         return self.together * _QUERIES
 
     @property
     def head_pairs(self) -> int:
-        """Tiles that the heads of a group need for the same queries."""
+        """Tiles per 64 queries to cover all heads of a group."""
         return -(-self.group // self.together)
 
     @property
     def programs(self) -> int:
-        """Programs, each of which has one tile."""
+        """Number of thread blocks, one per tile."""
         return self.batch * self.tiles * self.kv_heads * self.head_pairs
 
     def tile(self, program: Any) -> "_Tile":
-        """A program's tile: late rows first, whose lists are long, and head after head."""
+        """Returns a thread block's tile: late queries first, whose lists are long, head by head."""
         place, pair = _divide(program, self.head_pairs)
         place, batch = _divide(place, self.batch)
         kv_head, row = _divide(place, self.tiles)
@@ -142,19 +143,18 @@ def _divide(x: Any, divisor: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """Arrays in global memory, as the kernel gets them, then shared memory.
+    """Arrays in global memory, in the order of the kernel's arguments, then shared memory.
 
     Attributes:
       query, key, value, ids, counts, layer, first_block, kv_lengths: The kernel's arguments.
       out: Output `[B, T, N, H]`.
-      out_lse: Log-sum-exp `[B, N, T]`, or `None` where it is not wanted.
-      queries: `[rows, H]`, and the output in the end.
+      out_lse: Log-sum-exp `[B, N, T]`, or `None` if not requested.
+      queries: `[rows, H]`, reused for the output at the end.
       keys: `[stages, keys, H]`.
       values: `[stages, keys, H]`.
-      words: Integers, in one piece: each takes 1024 bytes of shared memory. First which tile it is
-        (row, sequence, key/value head and heads of the group), where it starts and its sequence
-        ends: what the mask and the end alone need would take registers all along. Then one for
-        each warp.
+      words: All integers in one array, since each array takes 1024 bytes. First the tile's indices
+        (row, sequence, key/value head, heads of the group), its start and its sequence's length,
+        which would otherwise occupy registers throughout. Then one for each warp.
     """
 
     query: Any
@@ -174,7 +174,7 @@ class _Refs:
 
 
 def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
-    """Shared memory of a program, named as in `_Refs`."""
+    """Shared memory of a thread block, with the names of `_Refs`."""
     slots = (tiling.stages, tiling.keys, tiling.head_dim)
     return {
         "queries": ops.tiled((tiling.rows, tiling.head_dim), dtype),
@@ -185,7 +185,7 @@ def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
 
 
 def sizes(rows: int, head_dim: int, memory: int) -> tuple[int, int]:
-    """Keys of a step and slots of each, for so many bytes of a multiprocessor's shared memory."""
+    """Chooses keys per step and number of slots, for an SM with `memory` bytes of shared memory."""
 
     def fits(keys: int, stages: int) -> bool:
         own = 2 * head_dim * (rows + 2 * stages * keys)
@@ -197,7 +197,7 @@ def sizes(rows: int, head_dim: int, memory: int) -> tuple[int, int]:
 
 
 class _Softmax(NamedTuple):
-    """The running maximum of each query's scores, and the sum of its weights."""
+    """Running maximum of each query's scores, and sum of its weights."""
 
     maximum: Any
     denominator: Any
@@ -205,14 +205,14 @@ class _Softmax(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """64 queries of one sequence, in the heads that one program takes.
+    """64 queries of one sequence, in the heads that one thread block computes.
 
     Attributes:
-      tiling: The call's.
+      tiling: Tiling of the call.
       row: Tile index within the sequence.
       batch: Sequence.
       kv_head: Key/value head.
-      pair: Which heads of the group.
+      pair: Index of the heads within the group.
     """
 
     tiling: _Tiling
@@ -222,17 +222,17 @@ class _Tile:
     pair: Any
 
     def head(self, index: int) -> Any:
-        """Query head of an index in the tile; beyond the group's end once more its last one."""
+        """Returns the query head at an index of the tile, clamped to the group's last head."""
         member = jnp.minimum(self.pair * self.tiling.together + index, self.tiling.group - 1)
         return self.kv_head * self.tiling.group + member
 
     def has_head(self, index: int) -> Any:
-        """Whether the tile has a head of its own of this index."""
+        """Whether the group has a head at this index of the tile."""
         return self.pair * self.tiling.together + index < self.tiling.group
 
     @property
     def list(self) -> Any:
-        """Index of its list among those of a row."""
+        """Index of the tile's list within its query block."""
         if self.tiling.lists == 1:
             return 0
         return self.kv_head if self.tiling.lists == self.tiling.kv_heads else self.head(0)
@@ -242,8 +242,8 @@ class _Pages(NamedTuple):
     """The pages of a step.
 
     Attributes:
-      indices: The page of each place, or some page if the list has none for it.
-      is_there: Whether the list has one.
+      indices: The page at each place, or an arbitrary page if the list is too short.
+      is_there: Whether the list has a page for the place.
     """
 
     indices: tuple[Any, ...]
@@ -252,14 +252,14 @@ class _Pages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """What one program does.
+    """Computes one tile.
 
     Attributes:
-      tiling: The call's.
-      refs: Its arrays.
-      tile: Its tile.
-      count: Pages in its list; 0 where the tile lies beyond the sequence.
-      start: Position of its first query.
+      tiling: Tiling of the call.
+      refs: Arrays of the thread block.
+      tile: The tile.
+      count: Pages in the tile's list; 0 if the tile lies beyond the sequence.
+      start: Position of the tile's first query.
       length: Keys in the sequence.
       layer: Layer of the cache.
     """
@@ -274,17 +274,17 @@ class _Attention:
 
     @property
     def steps(self) -> Any:
-        """Steps of its list."""
+        """Number of steps of the tile's list."""
         return jax.lax.div(self.count + self.tiling.pages - 1, self.tiling.pages)
 
     @property
     def query(self) -> Array:
-        """The place in the tile of each row's query."""
+        """Index within the tile of each row's query."""
         rows = plgpu.broadcasted_iota(jnp.int32, (self.tiling.rows,), 0, layout=ops.BY_ROW)
         return rows & (_QUERIES - 1)
 
     def attend(self) -> None:
-        """All steps, and the division."""
+        """Runs all steps, divides by the denominators and writes the output."""
         tiling, refs = self.tiling, self.refs
         tokens = range(0, _QUERIES, PAGE)
         for index in range(tiling.together):
@@ -307,7 +307,7 @@ class _Attention:
         self._write(out, jnp.where(is_empty, -jnp.inf, lse))
 
     def write_zeros(self) -> None:
-        """Writes the output of a tile without keys."""
+        """Writes zeros for a tile without keys."""
         zeros = ops.full((self.tiling.rows, self.tiling.head_dim), 0.0)
         self._write(zeros, ops.full((self.tiling.rows,), -jnp.inf, ops.BY_ROW))
 
@@ -316,7 +316,7 @@ class _Attention:
         state, sums = carry
         slot = self._slot(index)
         coming = index + tiling.stages - 1
-        # Read before the wait. Those of values were read for keys before, and are near.
+        # Read page indices before the wait. Those for values hit the cache: keys have used them.
         pages, later = self._pages(coming), self._pages(coming + 1)
         own = pages if tiling.stages == 1 else self._pages(index)
         self._wait()
@@ -326,7 +326,7 @@ class _Attention:
         )
         self._wait()
         self._copy_keys(later, coming + 1)
-        # The last page of a step is the latest one.
+        # A step's last page has the highest index.
         is_masked = ~own.is_there[0] | (own.indices[-1] * PAGE >= self.start)
 
         def masked(scores: Any) -> tuple[Any, Any]:
@@ -358,7 +358,7 @@ class _Attention:
         return state, sums
 
     def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
-        """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
+        """Returns weights `2^(c s - c m)` of a step, the old sums' factor, and the new state."""
         factor = self.tiling.exponent
         maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1))
         decay = jnp.exp2((state.maximum - maximum) * factor)
@@ -370,13 +370,13 @@ class _Attention:
         return 0 if self.tiling.stages == 1 else jax.lax.rem(step, self.tiling.stages)
 
     def _pages(self, step: Any) -> _Pages:
-        """The pages of a step, of which the first has the last ones of the list."""
+        """Returns the pages of a step; the first step takes the list's last pages."""
         tiling = self.tiling
         first = self.count - tiling.pages * (step + 1)
         entries = [first + place for place in range(tiling.pages)]
         row = jax.lax.div(self.tile.row, tiling.subblocks)
         indices = []
-        # Pages of one block lie side by side, and no step divides one but where it is smaller.
+        # Pages of a block are adjacent; a step holds whole blocks or is smaller than one.
         per_read = min(tiling.entry, tiling.pages)
         for place in range(0, tiling.pages, per_read):
             entry, rest = _divide(jnp.maximum(entries[place], 0), tiling.entry)
@@ -385,7 +385,7 @@ class _Attention:
         return _Pages(tuple(indices), tuple(entry >= 0 for entry in entries))
 
     def _wait(self) -> None:
-        """Until the copies of the next group have come, in all warps."""
+        """Waits until the next group of copies has arrived, in all warps."""
         interpret = self.tiling.interpret
         mma_sync.wait_copies(2 * (self.tiling.stages - 1), interpret=interpret)
         row_ops.barrier(interpret=interpret)
@@ -397,7 +397,7 @@ class _Attention:
         self._copy_step(self.refs.value, self.refs.values, pages, step)
 
     def _copy_step(self, source: Any, target: Any, pages: _Pages, step: Any) -> None:
-        """Starts a group of copies, which is empty beyond the last step."""
+        """Starts a group of copies, an empty one after the last step."""
         tile, end = self.tile, jnp.minimum(self.length, self.start + _QUERIES)
 
         @pl.when(step < self.steps)
@@ -417,7 +417,7 @@ class _Attention:
     def _write(self, out: Any, lse: Any) -> None:
         refs, interpret = self.refs, self.tiling.interpret
         mma_sync.wait_copies(0, interpret=interpret)
-        row_ops.barrier(interpret=interpret)  # the queries are needed no more
+        row_ops.barrier(interpret=interpret)  # the output overwrites the queries
         ops.write(refs.queries, out.astype(refs.queries.dtype))
         row_ops.barrier(interpret=interpret)
         tile = _Tile(self.tiling, *(refs.words[index] for index in range(4)))
@@ -434,9 +434,9 @@ class _Attention:
 
 
 def _mask(scores: Any, pages: _Pages, start: Any, length: Any) -> Any:
-    """Hides keys after their query or beyond the sequence, and pages that the list lacks."""
-    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). Without its own part what is left of
-    # them is known here, and so is in which page each of them is.
+    """Masks keys after their query or beyond the sequence, and pages missing from the list."""
+    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). Without the thread's part, columns and
+    # their pages are compile-time constants.
     column = ops.matrix_index(scores.shape, 1)
     own = column & 6
     column = column & ~6
@@ -454,7 +454,7 @@ def _rows(first: Any) -> Any:
 
 
 def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
-    """One program."""
+    """Computes the tile of one thread block."""
     num_arrays = len(dataclasses.fields(_Refs)) - len(scratch)
     no_lse = [None] * (num_arrays - len(arrays))
     refs = _Refs(*arrays, *no_lse, **scratch)
@@ -492,31 +492,31 @@ def attention_kernel(
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """Causal attention of each query block over its list of key blocks.
+    """Computes causal attention of each query block over its list of key blocks.
 
-    It takes and returns what `hopper.hopper_attention_kernel` does, on any NVIDIA GPU of compute
-    capability 8.0 or higher.
+    It runs on any NVIDIA GPU of compute capability 8.0 or higher, with the arguments and results of
+    `hopper.hopper_attention_kernel`.
 
     Args:
-      query: Queries on row boundaries, bfloat16 or float16, with a head_dim up to 128.
+      query: Queries from a query block's start on, bfloat16 or float16, head_dim at most 128.
       key: Stacked cache of keys; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
-      ids: Lists for all heads (`M = 1`), each key/value head, or each query head.
-      counts: Blocks in each list; what follows in `ids` is never read.
+      ids: Block indices for all heads (`M = 1`), for each key/value head or for each query head.
+      counts: Number of indices in each list; later entries of `ids` are never read.
       layer: Layer of the cache.
-      first_block: Row of each sequence's first query, counted from position 0.
-      kv_lengths: Keys present in each sequence; later ones may hold anything.
+      first_block: Query block of each sequence's first query, counted from position 0.
+      kv_lengths: Number of keys in each sequence; the cache may hold anything after them.
       scale: Factor of the scores, greater than 0.
-      block_size: Keys per entry of a list: 64, 128, or the 16 of a page.
-      row_size: Queries per row of lists: `block_size` if left out, which pages do not take.
+      block_size: Keys per listed block: 64 or 128, or 16 for pages.
+      row_size: Queries per query block, `block_size` by default; required with pages.
       return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      kernel_config: Sizes; the result does not depend on them beyond rounding.
+      kernel_config: Tile sizes; they change the result only by rounding.
 
     Returns:
       The output, and with `return_lse` the float32 log-sum-exp, else `None`.
 
     Raises:
-      ValueError: If the kernel cannot take these arguments.
+      ValueError: If the kernel does not support these arguments.
       NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config

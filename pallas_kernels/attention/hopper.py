@@ -1,28 +1,28 @@
 """Prefill over block lists on Hopper GPUs: exact attention of query blocks over listed key blocks.
 
-Step 8 of Algorithm 1. A tile is 64 queries in up to two query heads that share their keys and their
-list. The grid has a program for every multiprocessor, which takes one tile after another, those
-with long lists first. Each head of a tile has a warpgroup that computes; one more warpgroup, the
-loader, copies the listed keys and values into shared memory, 128 keys a step (two pieces of 64), a
-few steps ahead. Steps run from the end of a list to its beginning: the first one holds the diagonal
-block and is the only one with a mask. While one head's weights are computed, the tensor cores
-multiply for the other, and for the values of its own step before:
+This is step 8 of Algorithm 1. A tile is 64 queries in up to two query heads that share keys and a
+list of block indices. The grid has one thread block per multiprocessor (SM), which processes one
+tile after another, those with long lists first. Each head of a tile has a computing warpgroup. One
+more warpgroup, the loader, copies the listed keys and values into shared memory, 128 keys a step
+(two pieces of 64), a few steps ahead. Steps run from the end of a list to its beginning: the first
+one holds the diagonal block and is the only one with a mask. While one head's weights are computed,
+the tensor cores multiply for the other head, and multiply the values of the previous step:
 
     S = Q Kᵀ                                    [queries, keys]
     m' = max(m, S over keys),  P = 2^(c S - c m'),  c = scale · log2(e)
     O = O 2^(c m - c m') + P V                  [queries, features]
 
-A weight of 0 does not erase NaN, and queries may not know of a later value that is NaN. So the
-loader looks through the values of the tile's own 64 keys. From the first on that is not finite it
-makes them 0 in shared memory, and queries that see that one have a denominator of NaN.
+A weight of 0 does not erase NaN, and a NaN in a later value must not reach earlier queries. So the
+loader checks the values of the tile's own 64 keys. From the first non-finite one on it sets them to
+0 in shared memory, and queries that see this value get a denominator of NaN.
 
-Registers hold the sums `O`, the scores of one step, and the running maxima `m` and denominators;
-shared memory the queries and outputs of each head and the steps of keys and values. A query reads,
-of each listed block of 64 keys, 2 H bytes in each head: 64 keys and values of 2 H bytes each, for
-64 queries of two heads.
+Registers hold the sums `O`, the scores of one step, and the running maxima `m` and denominators.
+Shared memory holds the queries and outputs of each head and the steps of keys and values. Per query
+and head, a listed block of 64 keys costs 2 H bytes of reads: 64 keys and values of 2 H bytes each
+serve 64 queries of two heads.
 
-Barriers come in pairs, each for a place of shared memory: `filled` tells that copies into it have
-arrived, `freed` that all who read it are done. In every step
+Each buffer in shared memory has a pair of barriers: `filled` signals that its copies have arrived,
+`freed` that all readers are done. In every step
 
     the loader                                       each computing warpgroup
     waits for freed keys, fills them with K          waits for filled keys, starts Q Kᵀ
@@ -31,16 +31,16 @@ arrived, `freed` that all who read it are done. In every step
                                                      waits for filled values, awaits P V
                                                      frees the values of the step before
 
-Slots of keys and of values are taken in turn and have barriers of their own, since values are freed
-later than keys. The queries of each warpgroup are a place too, which it frees after the last scores
-of its tile, so that those of the next tile come while it finishes this one.
+Slots of keys and of values are used in turn and have separate barriers, since values are freed
+later than keys. The queries of each warpgroup have a pair too: it frees them after the last scores
+of its tile, so that the next tile's queries arrive while it finishes this one.
 
-Lists may name pages of 16 keys instead, for the same tiles. A step is then eight pages, of which
-each warp of the loader reads and copies two, without waiting for the others. The first step has the
-last eight pages of a list, so that all that are the tile's own are in its second half, and no other
-step needs to know which query sees what. The last step lacks pages if their count is no multiple of
-eight. It hides the places of these, where it has the list's first page once more: one that every
-query sees, or zeros in the place of its values if it is the tile's own.
+Lists may name pages of 16 keys instead, for the same tiles. A step is then eight pages; each warp
+of the loader reads and copies two of them without waiting for other warps. The first step has the
+last eight pages of a list. So the tile's own pages are all in its second half, and no other step
+needs a causal mask. The last step lacks pages if their number is no multiple of eight. The missing
+places repeat the list's first page, and are masked. If that page is the tile's own, its values are
+zeroed there, since not every query sees it.
 """
 
 import dataclasses
@@ -65,20 +65,20 @@ from sketchwalk_jax.pallas_kernels.config import (
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-_QUERIES = 64  # of a tile
-_KEYS = 128  # of a step
-_PIECE = 64  # keys that one copy brings
-# Nobody waits for these. Without them the others lie elsewhere in shared memory, and 28/4 heads of
-# 128 take 3 % longer at 128K tokens on an H200, 32/8 of 64 take 1 % longer.
+_QUERIES = 64  # per tile
+_KEYS = 128  # per step
+_PIECE = 64  # keys per copy
+# Unused, but they shift the other barriers in shared memory. Without them 28/4 heads of 128 take
+# 3 % longer at 128K tokens on an H200, 32/8 of 64 take 1 % longer.
 _UNUSED_BARRIERS = 2
 
 
-# What is static, what is in memory, and what a tile is
+# Static parameters, memory and tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
       batch: Sequences.
@@ -86,12 +86,12 @@ class _Tiling:
       heads: Query heads.
       kv_heads: Key/value heads.
       head_dim: Features per head, 64 or 128.
-      lists: Lists per row: 1, `kv_heads` or `heads`.
-      subblocks: Tiles of a row of lists, which are pieces of a block of 64 keys or more.
-      piece: Keys that one copy brings: 64, or the 16 of a page.
+      lists: Lists per query block: 1, `kv_heads` or `heads`.
+      subblocks: Tiles per query block.
+      piece: Keys per copy: 64, or 16 for pages.
       stages: Steps of keys, and of values, in shared memory.
-      most_programs: Programs at most.
-      exponent: Factor of the scores in powers of 2.
+      most_programs: Most thread blocks.
+      exponent: Factor of the scores times `log2(e)`, for powers of 2.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -110,27 +110,27 @@ class _Tiling:
 
     @property
     def pieces(self) -> int:
-        """Pieces of a step."""
+        """Pieces per step."""
         return _KEYS // self.piece
 
     @property
     def has_pages(self) -> bool:
-        """Whether lists name pages, several of which may be a tile's own."""
+        """Whether lists name pages; a tile may contain several pages."""
         return self.piece < _PIECE
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
     @property
     def computing(self) -> int:
-        """Warpgroups that compute, each for one head; they need one list and the same keys."""
+        """Computing warpgroups, one per head; their heads share a list and a key/value head."""
         return 1 if self.group == 1 or self.lists == self.heads else 2
 
     @property
     def head_pairs(self) -> int:
-        """Tiles that the heads of a group need for the same queries."""
+        """Tiles per 64 queries to cover all heads of a group."""
         return -(-self.group // self.computing)
 
     @property
@@ -140,29 +140,29 @@ class _Tiling:
 
     @property
     def programs(self) -> int:
-        """Programs, each of which takes tile after tile."""
+        """Number of thread blocks, each of which processes several tiles."""
         return min(self.most_programs, self.units)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that loads, and of one that computes: all share the same."""
+        """Registers per loading and per computing thread, out of one shared register file."""
         if self.computing == 1:
             return 88, 248
         return 56, 224
 
     def num_steps(self, count: Any) -> Any:
-        """Steps of so many pieces."""
+        """Number of steps for `count` pieces."""
         return jax.lax.div(count + self.pieces - 1, self.pieces)
 
     def turns(self, program: Any) -> Any:
-        """Tiles of a program."""
+        """Number of tiles of a thread block."""
         return jax.lax.div(self.units - 1 - program, self.programs) + 1
 
     def tile(self, program: Any, turn: Any) -> "_Tile":
-        """A program's tile of a turn; the last tile of all for turns beyond the last.
+        """Returns a thread block's tile at a turn, clamped to the last tile.
 
-        Long lists, which are those of late rows, come first, and tiles of one key/value head after
-        each other: the keys and values of one head may fit in the GPU's cache.
+        Late query blocks, whose lists are long, come first. Tiles of one key/value head follow each
+        other, since keys and values of one head may fit in the GPU's cache.
         """
         place = jnp.minimum(program + turn * self.programs, self.units - 1)
         place, pair = _divide(place, self.head_pairs)
@@ -184,17 +184,17 @@ class _Refs:
     Attributes:
       query, key, value, ids, counts, layer, first_block, kv_lengths: The kernel's arguments.
       out: Output `[B, T, N, H]`.
-      out_lse: Log-sum-exp `[B, N, T]`, or `None` where it is not wanted.
+      out_lse: Log-sum-exp `[B, N, T]`, or `None` if not requested.
       queries: `[warpgroups, 64, H]`.
       outputs: `[warpgroups, 64, H]`.
       keys: `[stages, 128, H]`.
       values: `[stages, 128, H]`.
       lse: `[warpgroups, 64]`.
-      lost: Of each slot of values, the first query of the tile that sees one that is not finite;
-        then what the loader needs to find it.
-      filled: Barriers of the slots of keys, then of values; as many copies as a step has pieces.
-      freed: The same; every computing warpgroup frees a slot.
-      single: Barriers with one arrival; `_Barriers` says which.
+      lost: For each slot of values, the first query of the tile that sees a non-finite value; then
+        the loader's scratch to find it.
+      filled: Barriers of the slots of keys, then of values; one arrival per piece of a step.
+      freed: The same; one arrival per computing warpgroup.
+      single: Barriers with one arrival, listed in `_Barriers`.
     """
 
     query: Any
@@ -219,7 +219,7 @@ class _Refs:
 
 
 def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
-    """Shared memory and barriers of a program, named as in `_Refs`."""
+    """Shared memory and barriers of a thread block, with the names of `_Refs`."""
     warpgroups = tiling.computing
     num_barriers = 2 * tiling.stages
     num_single = _UNUSED_BARRIERS + _PIECE // tiling.piece + 2 * warpgroups
@@ -230,7 +230,7 @@ def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
         "values": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
         "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
         "lost": plgpu.SMEM((tiling.stages + row_ops.WARPS,), jnp.int32),
-        # One register of each warpgroup keeps track of each of these arrays.
+        # One array each, since Pallas uses one register per warpgroup to track each array's phases.
         "filled": plgpu.Barrier(num_arrivals=tiling.pieces, num_barriers=num_barriers),
         "freed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=num_barriers),
         "single": plgpu.Barrier(num_arrivals=1, num_barriers=num_single),
@@ -239,36 +239,36 @@ def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Barriers:
-    """The barriers of a program, found by what they guard; `which` is `"filled"` or `"freed"`."""
+    """Barriers of a thread block, by guarded buffer; `which` is `"filled"` or `"freed"`."""
 
     tiling: _Tiling
     refs: _Refs
 
     def keys(self, which: str, slot: Any) -> Any:
-        """For the keys of a slot."""
+        """Barrier of the keys in a slot."""
         return getattr(self.refs, which).at[slot]
 
     def values(self, which: str, slot: Any) -> Any:
-        """For the values of a slot."""
+        """Barrier of the values in a slot."""
         return getattr(self.refs, which).at[self.tiling.stages + slot]
 
     def queries(self, which: str, warpgroup: Any) -> Any:
-        """For the queries of a warpgroup, which reads no others."""
+        """Barrier of a warpgroup's own queries."""
         first = _UNUSED_BARRIERS + _PIECE // self.tiling.piece
         first += 0 if which == "filled" else self.tiling.computing
         return self.refs.single.at[first + warpgroup]
 
     def unchecked(self, index: Any = 0) -> Any:
-        """Tells the loader that a piece of values has arrived which it must check."""
+        """Barrier that signals the loader that a piece of values to check has arrived."""
         return self.refs.single.at[_UNUSED_BARRIERS + index]
 
 
 class _Extent(NamedTuple):
-    """What a tile attends to.
+    """The list and positions of a tile.
 
     Attributes:
-      count: Pieces in its list; 0 where the tile lies beyond the sequence.
-      start: Position of its first query.
+      count: Pieces in the tile's list; 0 if the tile lies beyond the sequence.
+      start: Position of the tile's first query.
       length: Keys in the sequence.
     """
 
@@ -279,14 +279,14 @@ class _Extent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """64 queries of one sequence, in the heads that one program takes.
+    """64 queries of one sequence, in the heads that one thread block computes.
 
     Attributes:
-      tiling: The call's.
+      tiling: Tiling of the call.
       row: Tile index within the sequence.
       batch: Sequence.
       kv_head: Key/value head.
-      pair: Which heads of the group.
+      pair: Index of the heads within the group.
     """
 
     tiling: _Tiling
@@ -297,20 +297,20 @@ class _Tile:
 
     @property
     def rows(self) -> Any:
-        """Where its queries are among those of the sequence."""
+        """Slice of the sequence's queries that the tile covers."""
         return pl.ds(self.row * _QUERIES, _QUERIES)
 
     def head(self, warpgroup: Any) -> Any:
-        """Query head of a warpgroup; beyond the group's end once more its last one."""
+        """Returns the query head of a warpgroup, clamped to the group's last head."""
         member = jnp.minimum(self.pair * self.tiling.computing + warpgroup, self.tiling.group - 1)
         return self.kv_head * self.tiling.group + member
 
     def is_spare(self, warpgroup: Any) -> Any:
-        """Whether the warpgroup has no head of its own."""
+        """Whether the warpgroup's head is only a repetition of the group's last one."""
         return self.pair * self.tiling.computing + warpgroup >= self.tiling.group
 
     def extent(self, refs: _Refs) -> _Extent:
-        """What it attends to."""
+        """Reads the tile's list length and positions."""
         subblocks = self.tiling.subblocks
         count = refs.counts[self.batch, self._list(), jax.lax.div(self.row, subblocks)]
         start = (refs.first_block[self.batch] * subblocks + self.row) * _QUERIES
@@ -318,19 +318,19 @@ class _Tile:
         return _Extent(jnp.where(start < length, count * subblocks, 0), start, length)
 
     def pieces(self, refs: _Refs, count: Any, step: Any) -> tuple[Any, Any]:
-        """Indices of the two pieces of 64 keys of a step; the later one comes first.
+        """Returns the indices of a step's two pieces of 64 keys; the later one comes first.
 
-        Of an odd number of pieces, the first step has the last one twice.
+        With an odd number of pieces, the first step has the last piece twice.
         """
         first = jnp.maximum(count - 2 + jax.lax.rem(count, 2) - 2 * step, 0)
         second = jnp.minimum(first + 1, count - 1)
         return self._piece(refs, first), self._piece(refs, second)
 
     def page(self, refs: _Refs, count: Any, step: Any, place: Any) -> Any:
-        """The page of 16 keys in a place of a step.
+        """Returns the page of 16 keys at a place of a step.
 
-        The first step has the list's last pages, at its end those that are the tile's own. The last
-        one may lack some at its beginning, where it has the list's first page once more.
+        The first step has the list's last pages and ends with the tile's own. The last step may
+        lack pages; its first places then repeat the list's first page.
         """
         return self._piece(refs, jnp.maximum(count - self.tiling.pieces * (step + 1) + place, 0))
 
@@ -350,11 +350,11 @@ class _Tile:
 
 
 def _load_tiles(tiling: _Tiling, refs: _Refs, program: Any) -> None:
-    """Copies what the program's tiles need into shared memory, as far ahead as there is room."""
+    """Copies queries, keys and values of all tiles, as far ahead as shared memory allows."""
     layer = refs.layer[0]
 
     def load(turn: Any, state: tuple[Any, _Extent]) -> tuple[Any, _Extent]:
-        done, extent = state  # steps of the tiles before; what this tile attends to
+        done, extent = state  # steps of earlier tiles; list and positions of this one
         following = tiling.tile(program, turn + 1).extent(refs)
         tile = tiling.tile(program, turn)
         steps = tiling.num_steps(extent.count)
@@ -382,11 +382,11 @@ class _Loader:
 
     @property
     def barriers(self) -> _Barriers:
-        """The program's barriers."""
+        """Barriers of the thread block."""
         return _Barriers(self.tiling, self.refs)
 
     def load(self, extent: _Extent, done: Any) -> None:
-        """Copies all steps of the tile, of which there is at least one. `done` went before."""
+        """Copies the tile's steps, at least one. Slots continue after the `done` earlier steps."""
         tiling, refs, count = self.tiling, self.refs, extent.count
         pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
         value_slot, num_steps = jax.lax.rem(done, tiling.stages), tiling.num_steps(count)
@@ -399,7 +399,7 @@ class _Loader:
             def _() -> None:
                 self._load_keys(pieces, jax.lax.rem(done + index, tiling.stages))
 
-        load_keys(1, later)  # while the values are on their way
+        load_keys(1, later)  # while the values are being copied
         self._check_first_values(pieces, value_slot, extent)
 
         def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -412,7 +412,7 @@ class _Loader:
         jax.lax.fori_loop(1, num_steps, step, (later, self.tile.pieces(refs, count, 2)))
 
     def _load_queries(self) -> None:
-        """Copies the queries of each warpgroup as soon as it needs the last tile's no more."""
+        """Copies each warpgroup's queries as soon as it has freed those of the previous tile."""
         refs, barriers = self.refs, self.barriers
         for warpgroup in range(self.tiling.computing):
             plgpu.barrier_wait(barriers.queries("freed", warpgroup))
@@ -435,9 +435,9 @@ class _Loader:
             plgpu.copy_gmem_to_smem(source, target, self.barriers.values("filled", slot))
 
     def _load_first_values(self, pieces: tuple[Any, Any], slot: Any, start: Any) -> None:
-        """Copies the values of the first step that some query sees; the tile's own come unchecked.
+        """Copies the first step's visible values; the tile's own are copied unchecked.
 
-        Behind the tile's own piece there may be one more, of which nobody sees anything.
+        The piece after the tile's own, if any, is invisible to all queries.
         """
         refs, barriers = self.refs, self.barriers
         plgpu.barrier_wait(barriers.values("freed", slot))
@@ -457,10 +457,10 @@ class _Loader:
             plgpu.copy_gmem_to_smem(source, target, barriers.unchecked())
 
     def _check_first_values(self, pieces: tuple[Any, Any], slot: Any, extent: _Extent) -> None:
-        """Makes values zero of which some queries may know nothing, and tells which ones must.
+        """Zeroes values from the first non-finite one on, and records the first query to see it.
 
-        A weight of 0 would not erase NaN, which may be what lies beyond the sequence, or a value
-        that only later queries see. Who sees any value from that one on sees that one too.
+        A weight of 0 would not erase a NaN beyond the sequence or in a value that only later
+        queries see. A query that sees a zeroed value also sees the non-finite one.
         """
         refs, filled, head_dim = (
             self.refs,
@@ -506,26 +506,26 @@ class _Loader:
     def _copy_of(
         self, source: Any, target: Any, piece: Any, slot: Any, half: Any
     ) -> tuple[Any, Any]:
-        """64 keys or values of the cache, and the half of a slot that takes them."""
+        """Returns 64 keys or values of the cache, and the half of a slot to copy them to."""
         tile = self.tile
         source = source.at[self.layer, tile.batch, pl.ds(piece * _PIECE, _PIECE), tile.kv_head]
         return source, target.at[slot, pl.ds(half * _PIECE, _PIECE)]
 
 
 def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
-    """Which of the pieces of a first step is the tile's own, if one is."""
+    """Returns which piece of a first step is the tile's own, if one is."""
     return jnp.where(pieces[0] * _PIECE >= start, 0, 1)
 
 
 class _PageLoader(_Loader):
-    """The same for lists of pages, of which each warp copies its part of every step."""
+    """A `_Loader` for lists of pages; each warp copies its own pages of every step."""
 
     def load(self, extent: _Extent, done: Any) -> None:
-        """Copies all steps of the tile, of which there is at least one. `done` went before."""
+        """Copies the tile's steps, at least one. Slots continue after the `done` earlier steps."""
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
         count, half = extent.count, tiling.pieces // 2
         num_steps = tiling.num_steps(count)
-        # The last page of the first half of a step, and those of the second one.
+        # The last page of a step's first half, then all pages of its second half.
         before, *pages = (
             self.tile.page(refs, count, 0, place) for place in range(half - 1, tiling.pieces)
         )
@@ -544,7 +544,7 @@ class _PageLoader(_Loader):
             self._copy_first_values(extent, before, pages[-1], value_slot, warp)
 
             @pl.when(num_steps > 1)
-            def _() -> None:  # while the values are on their way
+            def _() -> None:  # while the values are being copied
                 later = self._pages(extent, 1, warp)
                 self._copy_keys(later, jax.lax.rem(done + 1, tiling.stages), warp)
 
@@ -567,12 +567,12 @@ class _PageLoader(_Loader):
             jax.lax.fori_loop(1, num_steps, step, ahead)
 
     def _places(self, warp: Any) -> list[Any]:
-        """Where the pages of a warp are in a step."""
+        """Places within a step of a warp's pages."""
         share = self.tiling.pieces // row_ops.WARPS
         return [warp * share + index for index in range(share)]
 
     def _pages(self, extent: _Extent, step: Any, warp: Any) -> tuple[Any, ...]:
-        """The pages of a warp."""
+        """Returns the pages of a warp in a step."""
         places = self._places(warp)
         return tuple(self.tile.page(self.refs, extent.count, step, place) for place in places)
 
@@ -592,9 +592,9 @@ class _PageLoader(_Loader):
     def _copy_first_values(
         self, extent: _Extent, before: Any, last: Any, slot: Any, warp: Any
     ) -> None:
-        """Copies values of the first step, half of it unchecked if it has pages of the tile's own.
+        """Copies the first step's values; the half with the tile's own pages stays unchecked.
 
-        A list of no other pages leaves the other half empty.
+        A list of only own pages leaves the other half empty.
         """
         refs, barriers = self.refs, self.barriers
         is_first_half = warp < row_ops.WARPS // 2
@@ -614,7 +614,7 @@ class _PageLoader(_Loader):
     def _copy_page(
         self, source: Any, target: Any, page: Any, slot: Any, place: Any, barrier: Any
     ) -> None:
-        """16 keys or values of the cache, to a place of a slot."""
+        """Copies 16 keys or values of the cache to a place of a slot."""
         tile, size = self.tile, self.tiling.piece
         plgpu.copy_gmem_to_smem(
             source.at[self.layer, tile.batch, pl.ds(page * size, size), tile.kv_head],
@@ -623,10 +623,11 @@ class _PageLoader(_Loader):
         )
 
     def _check_values(self, before: Any, pages: list[Any], slot: Any, extent: _Extent) -> None:
-        """What `_check_first_values` does, where pages of the tile's own end the second half.
+        """Does `_check_first_values` for pages; the tile's own pages end the second half.
 
-        In that half, every query sees the pages before these. In a list of fewer pages than it has,
-        there are copies of the first page, which nobody sees: zeros, if it is the tile's own.
+        Every query sees the half's earlier pages. If the list has fewer pages than the half, copies
+        of the first page fill it; these are invisible, so they become zeros if that page is the
+        tile's own.
         """
         tiling, refs = self.tiling, self.refs
         size, number = tiling.piece, len(pages)
@@ -662,7 +663,7 @@ class _PageLoader(_Loader):
             def _() -> None:
                 keep(lambda index: index >= (number - extent.count) * size)
 
-            first, there = jnp.int32(_PIECE), jnp.int32(0)  # rows of own pages, of the sequence
+            first, there = jnp.int32(_PIECE), jnp.int32(0)  # rows: of own pages, in the sequence
             for index, page in enumerate(pages):
                 is_own = (page * size >= extent.start) & (extent.count >= number - index)
                 first -= jnp.where(is_own, size, 0)
@@ -684,11 +685,11 @@ class _PageLoader(_Loader):
             pass_on()
 
 
-# The warpgroups that compute
+# The computing warpgroups
 
 
 def _compute_tiles(tiling: _Tiling, refs: _Refs, program: Any, warpgroup: Any) -> None:
-    """The program's tiles, for the head of one warpgroup."""
+    """Computes the thread block's tiles, for the head of one warpgroup."""
     barriers = _Barriers(tiling, refs)
     for slot in range(tiling.stages):  # all of shared memory is free
         plgpu.barrier_arrive(barriers.keys("freed", slot))
@@ -719,7 +720,7 @@ def _compute_tiles(tiling: _Tiling, refs: _Refs, program: Any, warpgroup: Any) -
 
 
 class _Softmax(NamedTuple):
-    """The running maximum of each query's scores, and the sum of its weights."""
+    """Running maximum of each query's scores, and sum of its weights."""
 
     maximum: Any
     denominator: Any
@@ -736,18 +737,18 @@ class _Head:
 
     @property
     def barriers(self) -> _Barriers:
-        """The program's barriers."""
+        """Barriers of the thread block."""
         return _Barriers(self.tiling, self.refs)
 
     def attend(self, count: Any, done: Any) -> None:
-        """Computes and writes attention over `count` pieces. `done` steps went before."""
+        """Computes and writes attention over `count` pieces, after `done` earlier steps."""
         shape = (_QUERIES, self.tiling.head_dim)
         ops.with_accumulator(
             lambda sums: self._attend(sums, count, done), shape, interpret=self.tiling.interpret
         )
 
     def _attend(self, sums: ops.Accumulator, count: Any, done: Any) -> None:
-        """The first step and its mask, all further steps, the last product and the division."""
+        """Runs the masked first step and all others, adds the last values and divides."""
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
         _, start, length = self.tile.extent(refs)
         pieces: Any
@@ -806,9 +807,9 @@ class _Head:
     ) -> tuple[Any, _Softmax]:
         """Adds the previous step's values while this step's scores become weights.
 
-        Until that product is done nothing may write to the registers of its weights: the new ones
-        are rounded only then. The wait for this step's values stands before that because the
-        assembler would move the product's own wait ahead of the computation otherwise.
+        The new weights are rounded only after that product, which still reads the registers of the
+        old ones. The wait for this step's values comes first; otherwise the assembler would move
+        the product's wait ahead of the computation.
         """
         tiling, refs, barriers = self.tiling, self.refs, self.barriers
         previous = jax.lax.rem(done, tiling.stages)
@@ -834,7 +835,7 @@ class _Head:
         return self._rounded(new_weights), state
 
     def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
-        """Weights `2^(c s - c m)` of a step, the old sums' decay, the running maximum and sum."""
+        """Returns weights `2^(c s - c m)` of a step, the old sums' factor, and the new state."""
         factor = self.tiling.exponent
         maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1))
         decay = jnp.exp2((state.maximum - maximum) * factor)
@@ -851,14 +852,14 @@ class _Head:
         return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.tiling.interpret)
 
     def _free_queries(self, is_last: Any) -> None:
-        """Lets the next tile's queries come while the rest of this one is computed."""
+        """Lets the loader copy the next tile's queries while this tile finishes."""
 
         @pl.when(is_last)
         def _() -> None:
             plgpu.barrier_arrive(self.barriers.queries("freed", self.warpgroup))
 
     def write_zeros(self) -> None:
-        """Writes the output of a tile without keys."""
+        """Writes zeros for a tile without keys."""
         zeros = ops.full((_QUERIES, self.tiling.head_dim), 0.0)
         self._write(zeros, ops.full((_QUERIES,), -jnp.inf, ops.BY_ROW))
 
@@ -887,9 +888,9 @@ def _transposed(keys: Any, slot: Any) -> Any:
 
 
 def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
-    """Hides keys after their query or beyond the sequence, and a piece that is there twice."""
-    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). What is left of them without the thread's
-    # own part are constants, which are no use to keep in registers from tile to tile.
+    """Masks keys after their query or beyond the sequence, and a duplicate piece."""
+    # A thread has columns 8 j + 2 (thread % 4) + (0, 1). Without the thread's part they are
+    # constants, so that no registers hold them from tile to tile.
     column = ops.matrix_index(scores.shape, 1)
     own = column & 6
     column = column & ~6
@@ -901,7 +902,7 @@ def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
 
 
 def _mask_pages(scores: Any, pages: Any, count: Any, start: Any, length: Any) -> Any:
-    """Hides keys after their query or beyond the sequence, and pages that the list lacks."""
+    """Masks keys after their query or beyond the sequence, and pages missing from the list."""
     size = _KEYS // len(pages)
     column = ops.matrix_index(scores.shape, 1)
     own = column & 6  # as above
@@ -915,7 +916,7 @@ def _mask_pages(scores: Any, pages: Any, count: Any, start: Any, length: Any) ->
 
 
 def _hide(scores: Any, end: Any) -> Any:
-    """Hides the keys of a step before one, the first of a page."""
+    """Masks a step's keys before `end`, the first key of a page."""
     column = ops.matrix_index(scores.shape, 1) & ~7  # constants, as above
     return jnp.where(column < end, MASK_VALUE, scores)
 
@@ -924,7 +925,7 @@ def _hide(scores: Any, end: Any) -> Any:
 
 
 def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
-    """One program: a loader and one or two warpgroups that compute."""
+    """Runs one thread block: a loader and one or two computing warpgroups."""
     num_arrays = len(dataclasses.fields(_Refs)) - len(scratch)
     no_lse = [None] * (num_arrays - len(arrays))
     refs = _Refs(*arrays, *no_lse, **scratch)
@@ -961,35 +962,34 @@ def hopper_attention_kernel(
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """Causal attention of each query block over its list of key blocks.
+    """Computes causal attention of each query block over its list of key blocks.
 
-    Row `i` of the lists covers the queries of block `first_block + i`. Its list is ascending and
-    names no block beyond the row's own. Tiles of queries that lie beyond `kv_lengths` come out 0.
+    List `i` belongs to query block `first_block + i`. It is ascending and names no block after that
+    query block. Tiles of queries beyond `kv_lengths` give 0.
 
-    With a `block_size` of 16 and a `row_size` of 64, lists name pages of 16 keys for rows of 64
-    queries. A list names any number of the four pages that are its row's own, in which no query
-    sees a later key.
+    With a `block_size` of 16 and a `row_size` of 64, lists name pages of 16 keys for query blocks
+    of 64. A list may name any of its query block's own four pages; no query sees a later key there.
 
     Args:
-      query: Queries on row boundaries, bfloat16 or float16, with a head_dim up to 128.
+      query: Queries from a query block's start on, bfloat16 or float16, head_dim at most 128.
       key: Stacked cache of keys; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
-      ids: Lists for all heads (`M = 1`), each key/value head, or each query head.
-      counts: Blocks in each list; what follows in `ids` is never read.
+      ids: Block indices for all heads (`M = 1`), for each key/value head or for each query head.
+      counts: Number of indices in each list; later entries of `ids` are never read.
       layer: Layer of the cache.
-      first_block: Row of each sequence's first query, counted from position 0.
-      kv_lengths: Keys present in each sequence; later ones may hold anything.
+      first_block: Query block of each sequence's first query, counted from position 0.
+      kv_lengths: Number of keys in each sequence; the cache may hold anything after them.
       scale: Factor of the scores, greater than 0.
-      block_size: Keys per entry of a list: 64, 128, or the 16 of a page.
-      row_size: Queries per row of lists: `block_size` if left out, which pages do not take.
+      block_size: Keys per listed block: 64 or 128, or 16 for pages.
+      row_size: Queries per query block, `block_size` by default; required with pages.
       return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      kernel_config: Sizes; the result does not depend on them beyond rounding.
+      kernel_config: Tile sizes; they change the result only by rounding.
 
     Returns:
       The output, and with `return_lse` the float32 log-sum-exp, else `None`.
 
     Raises:
-      ValueError: If the kernel cannot take these arguments.
+      ValueError: If the kernel does not support these arguments.
       NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
@@ -1024,7 +1024,7 @@ def hopper_attention_kernel(
         grid_names=("program",),
         num_threads=tiling.computing + 1,
         thread_name="warpgroup",
-        # No reduction here crosses warps; the room goes to another step of values.
+        # No reduction here crosses warps; the saved memory fits another step of values.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
         interpret=ops.interpreter(kernel_config.interpret),
         kernel_name="hopper_attention_kernel",
@@ -1044,7 +1044,7 @@ def hopper_attention_kernel(
 
 
 def check_arguments(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:
-    """Raises an error for arguments that the kernel cannot take."""
+    """Raises an error for arguments that the kernel does not support."""
     if reason := why_not_shape(query, block_size=block_size, row_size=row_size):
         raise ValueError(f"query, block_size and row_size must fit the kernel: {reason}")
     if query.shape[1] % row_size:
@@ -1056,9 +1056,9 @@ def check_arguments(query: Any, key: Any, scale: float, block_size: int, row_siz
 
 
 def with_whole_heads(query: Array, key: Array, value: Array, layer: Array | int) -> Any:
-    """Queries, keys, values and layer, with zeros after heads of other sizes than 64 and 128.
+    """Pads heads of sizes other than 64 and 128 with zeros.
 
-    Of the cache, a copy of the layer alone then.
+    Returns queries, keys, values and layer. Padding copies only one layer of the cache.
     """
     head_dim, layer = query.shape[-1], jnp.asarray(layer, jnp.int32)
     padded = 64 if head_dim <= 64 else 128

@@ -1,24 +1,24 @@
 """Attention of one token per sequence over its key blocks, on NVIDIA GPUs from Ampere on.
 
-This is step 7 of Algorithm 2. A unit is up to 16 query heads that share a list and a key/value
-head. A program attends to one part of one unit's list: a batch of one has fewer units than the GPU
-has multiprocessors, so lists are split, and a second kernel adds the parts in a fixed order. The
-warps of a program share no keys: in a step, each one has a page of 16 keys of its own, which it
-copies itself (`cp.async`), and multiplies with the queries of the unit, whose heads are the 16 rows
-of a product (`mma.sync`):
+This is step 7 of Algorithm 2. A unit is up to 16 query heads that share a list of block indices and
+a key/value head. A thread block attends to one part of one unit's list: a batch of one has fewer
+units than the GPU has multiprocessors (SMs), so lists are split, and a second kernel adds the parts
+in a fixed order. The warps of a thread block share no keys: in each step a warp copies its own page
+of 16 keys (`cp.async`) and multiplies it with the unit's queries, whose heads are the 16 rows of a
+product (`mma.sync`):
 
     S = Q Kᵀ                                    [heads, keys]
     m' = max(m, S over keys),  P = 2^(S - m')    scores in base 2
     O = O 2^(m - m') + P V                      [heads, features]
 
-In an array of 64 rows each warp has 16. So in the loop no warp waits for another: each one waits
-for its own copies, with `stages - 1` of its pages of keys and values under way. Numbers of warps,
-such as the page that each has, are arrays of 64 rows too, 16 of which are the same. In the end the
-warps add up what they have, through the memory in which the keys were, and write a part's sums and
-statistics for the kernel that combines, or the output if there is one part alone.
+An array of 64 rows has 16 rows per warp. So no warp waits for another in the loop: each waits for
+its own copies, with `stages - 1` of its pages of keys and values in flight. Per-warp numbers, such
+as a warp's page, are arrays of 64 rows too, with 16 equal rows per warp. At the end the warps add
+their sums through the shared memory that held the keys. They write a part's sums and statistics for
+the combining kernel, or the output if there is only one part.
 
-A token reads every listed key and value once for each unit: 4 H bytes a key. What lies beyond a
-sequence's length is not read: it becomes zeros as it is copied, whose scores are masked.
+A token reads every listed key and value once per unit: 4 H bytes per key. Keys beyond a sequence's
+length are not read: the copy fills in zeros, and their scores are masked.
 """
 
 import dataclasses
@@ -45,25 +45,25 @@ from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mma_sync import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
-_MAX_HEADS = 16  # of a program: rows of a product
+_MAX_HEADS = 16  # per thread block: rows of a product
 _WARPS = row_ops.WARPS
 _ROWS = _WARPS * _MAX_HEADS
-_STEP = _WARPS * PAGE  # keys of a step
-_COLUMNS, _FEATURES = 8, 64  # of a program of the kernel that combines
-_MAX_SPLITS = 64  # parts of a list
-_PARTS = 16  # that are in registers at a time
+_STEP = _WARPS * PAGE  # keys per step
+_COLUMNS, _FEATURES = 8, 64  # per thread block of the combining kernel
+_MAX_SPLITS = 64  # parts per list
+_PARTS = 16  # parts in registers at a time
 _WANTED_STAGES, _MAX_STAGES = 3, 5
-_MAX_PROGRAMS = 4  # of a multiprocessor
-# Bytes of shared memory that each program takes beside keys and values, and beside its own.
+_MAX_PROGRAMS = 4  # per SM
+# Bytes of shared memory per thread block: other than keys and values, and reserved by CUDA.
 _SCRATCH, _RESERVED = 1024, 1024
 
 
 def sizes(head_dim: int, memory: int) -> tuple[int, int]:
-    """Programs of a multiprocessor at a time, and steps that each has in its shared memory.
+    """Chooses thread blocks per multiprocessor, and steps in each one's shared memory.
 
     Args:
       head_dim: Features of a head, 64 or 128.
-      memory: Bytes of a multiprocessor's shared memory.
+      memory: Bytes of shared memory per multiprocessor.
     """
     other, step = _SCRATCH + _RESERVED, _step_bytes(head_dim)
     programs = max(1, min(_MAX_PROGRAMS, memory // (_WANTED_STAGES * step + other)))
@@ -71,26 +71,26 @@ def sizes(head_dim: int, memory: int) -> tuple[int, int]:
 
 
 def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int) -> int:
-    """Query heads that share a list and a key/value head, as many as one program takes."""
+    """Returns the query heads per unit, which share a list and a key/value head."""
     group = num_heads // max(num_lists, kv_heads)
     return max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
 
 
 def num_splits(units: int, list_blocks: int, block_size: int, *, programs: int) -> int:
-    """Parts into which lists are split: those that keep all multiprocessors busy, and no more.
+    """Chooses the number of parts per list: the fewest that keep all multiprocessors busy.
 
     Args:
-      units: Lists times key/value heads to attend with, in all sequences.
+      units: Units in all sequences.
       list_blocks: Capacity of a list.
       block_size: Tokens per block.
-      programs: Programs that the GPU runs at a time.
+      programs: Thread blocks that the GPU runs at a time.
 
     Returns:
       A number from 1 to 64.
     """
     steps = -(-list_blocks * block_size // max(_STEP, block_size))
 
-    def time(splits: int) -> tuple[int, int]:  # in steps; starting and combining cost some
+    def time(splits: int) -> tuple[int, int]:  # in steps, with the costs of launching and combining
         waves = -(-units * splits // programs)
         return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
 
@@ -98,13 +98,13 @@ def num_splits(units: int, list_blocks: int, block_size: int, *, programs: int) 
 
 
 def _step_bytes(head_dim: int) -> int:
-    """Bytes of the keys and values of a step."""
+    """Bytes of keys and values per step."""
     return _STEP * 2 * head_dim * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
       batch: Sequences.
@@ -113,13 +113,13 @@ class _Tiling:
       kv_heads: Key/value heads.
       num_lists: Lists per sequence: 1, or one for each key/value or query head.
       head_dim: Features per head, 64 or 128.
-      num_blocks: Blocks of a sequence that the cache holds.
-      entry: Pages of a block.
-      stages: Steps that are in shared memory at a time.
-      splits: Parts of a list.
+      num_blocks: Blocks per sequence in the cache.
+      entry: Pages per block.
+      stages: Steps in shared memory at a time.
+      splits: Parts per list.
       dtype: Type of queries, keys, values and output.
       exponent: Factor of the scores in base 2.
-      return_lse: Whether the log-sum-exp is wanted.
+      return_lse: Whether to return the log-sum-exp.
       interpret: Whether the interpreter runs the kernels.
     """
 
@@ -150,7 +150,7 @@ class _Tiling:
         return_lse: bool,
         kernel_config: KernelConfig,
     ) -> "_Tiling":
-        """That of a call with these arrays."""
+        """Returns the tiling for a call with these arrays."""
         batch, _, num_heads, head_dim = query.shape
         key_tokens, kv_heads = key.shape[2:4]
         num_lists, list_blocks = ids.shape[1], ids.shape[-1]
@@ -179,24 +179,24 @@ class _Tiling:
 
     @property
     def places(self) -> int:
-        """Units of all sequences."""
+        """Number of units in all sequences."""
         return self.batch * self.units
 
     @property
     def columns(self) -> int:
-        """Heads of a unit, padded to what the kernel that combines takes together."""
+        """Heads per unit, padded to a multiple of the combining kernel's 8."""
         return -(-self.group // _COLUMNS) * _COLUMNS
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """The output, and the log-sum-exp where it is wanted."""
+        """Shapes of the output and, if requested, the log-sum-exp."""
         out = [jax.ShapeDtypeStruct((self.places * self.group, self.head_dim), self.dtype)]
         lse = jax.ShapeDtypeStruct((self.places, self.columns), jnp.float32)
         return [*out, lse] if self.return_lse else out
 
     @property
     def parts(self) -> list[jax.ShapeDtypeStruct]:
-        """The sums of each part, and their running maxima and denominators."""
+        """Shapes of each part's sums, and of their running maxima and denominators."""
         shape = (self.splits, self.places)
         return [
             jax.ShapeDtypeStruct((*shape, self.head_dim, self.columns), jnp.float32),
@@ -205,7 +205,7 @@ class _Tiling:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Shared memory of a program: keys, values, and a number for each row."""
+        """Shared memory of a thread block: keys, values, and one number per row."""
         slots = (self.stages, _STEP, self.head_dim)
         return {
             "keys": ops.tiled(slots, self.dtype),
@@ -215,11 +215,11 @@ class _Tiling:
 
 
 class _Pages(NamedTuple):
-    """Numbers of warps: the page of each in one step.
+    """Each warp's page in one step.
 
     Attributes:
-      first: Its first key.
-      room: How many of its keys count; 0 or less if none do.
+      first: First key of the page.
+      room: Number of valid keys in the page; 0 or less if none are.
     """
 
     first: Array
@@ -227,11 +227,11 @@ class _Pages(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What the warps have come to so far.
+    """Online softmax state of the warps.
 
     Attributes:
       maximum: Largest score of each row, in base 2.
-      total: Sum of its weights.
+      total: Sum of each row's weights.
       o: Sum of the weighted values.
     """
 
@@ -242,13 +242,13 @@ class _Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _List:
-    """One part of the list of a unit, as its program reads it.
+    """One part of a unit's list.
 
     Attributes:
-      tiling: The call's.
+      tiling: Tiling of the call.
       ids: The list `[P]`.
-      count: Blocks in it.
-      stop: The step before which the part ends.
+      count: Blocks in the list.
+      stop: End of the part, in steps (exclusive).
       length: Keys in the sequence.
     """
 
@@ -259,14 +259,14 @@ class _List:
     length: Any
 
     def pages(self, step: Any) -> _Pages:
-        """The pages of a step."""
+        """Returns the pages of a step."""
         tiling = self.tiling
         options = {"interpret": tiling.interpret}
         place = step * _WARPS + mma_sync.warp_numbers(**options)
         entry, rest = place, 0
         if tiling.entry > 1:
             entry, rest = place >> _log2(tiling.entry), place & (tiling.entry - 1)
-        # What lists hold beyond their count is not read; no page of a step beyond the last counts.
+        # Clamp, since lists hold arbitrary entries beyond their count; `room` is then 0 or less.
         last = jnp.maximum(self.count - 1, 0)
         found = mma_sync.read_for_warps(self.ids, jnp.minimum(entry, last), **options)
         found = jnp.clip(found, 0, tiling.num_blocks - 1)
@@ -290,10 +290,10 @@ def _attend_to_part(
     values: Any,
     numbers: Any,
 ) -> None:
-    """One part of one unit's list; see the module's docstring.
+    """Attends to one part of one unit's list; see the module's docstring.
 
-    Step `t` waits for its own pages, and starts to copy those of step `t + stages - 1` to where
-    those of step `t - 1` were. The list is read one step before that, so that no copy waits for it.
+    Step `t` waits for its pages and starts to copy the pages of step `t + stages - 1` over the
+    pages of step `t - 1`. The list is read one step earlier, so that no copy waits for it.
     """
     options: dict[str, Any] = {"interpret": tiling.interpret}
     batch, split = jax.lax.axis_index("batch"), jax.lax.axis_index("split")
@@ -310,7 +310,7 @@ def _attend_to_part(
     heads = pl.ds(place * tiling.group, tiling.group)
 
     def copy(pages: _Pages, slot: Any) -> None:
-        """Starts a group of copies, which is empty beyond the part."""
+        """Starts a group of copies, an empty one beyond the part."""
         for source, target in zip(sources, (keys, values), strict=True):
             mma_sync.copy_own_pages(source, target.at[slot], pages.first, pages.room, **options)
         mma_sync.commit_copies(**options)
@@ -339,7 +339,7 @@ def _attend_to_part(
     carry = sums, tuple(rooms), blocks.pages(start + tiling.stages - 1)
     sums = jax.lax.fori_loop(start, stop, step, carry)[0]
     mma_sync.wait_copies(0, **options)
-    row_ops.barrier(**options)  # the keys are needed no more
+    row_ops.barrier(**options)  # the sums overwrite the keys
     maximum = mma_sync.over_warps(sums.maximum, "max", numbers, **options)
     share = jnp.exp2(sums.maximum - maximum)
     total = mma_sync.over_warps(sums.total * share, "add", numbers, **options)
@@ -363,7 +363,7 @@ def _attend_to_part(
 def _add_step(
     tiling: _Tiling, queries: Array, keys: Any, values: Any, room: Array, sums: _Sums
 ) -> _Sums:
-    """One page of each warp: scores, weights, and their product with the values."""
+    """Adds one page per warp: scores, weights, and their product with the values."""
     options = {"interpret": tiling.interpret}
     s = mma_sync.multiply_own_keys(queries, keys, **options) * tiling.exponent
     s = jnp.where(ops.matrix_index(s.shape, 1) < ops.spread(room, s.shape, 0), s, MASK_VALUE)
@@ -378,15 +378,15 @@ def _add_step(
 def add_parts(
     parts: Any, statistics: Any, place: Any, rows: Any, columns: Any, splits: Sequence[Any]
 ) -> tuple[Float[Array, "64 8"], Float[Array, "8"], Float[Array, "8"]]:
-    """`Oᵀ`, the denominator and the running maximum of some parts of 8 heads of one unit.
+    """Returns `Oᵀ`, denominator and running maximum of some parts, for 8 heads of one unit.
 
     Args:
       parts: Sums of each part, `[splits, places, features, heads]`.
-      statistics: Their running maxima and denominators, `[splits, places, 2, heads]`.
-      place: Which unit of which sequence.
-      rows: Which 64 features.
-      columns: Which heads.
-      splits: Which parts, in order.
+      statistics: Running maxima and denominators of the sums, `[splits, places, 2, heads]`.
+      place: Index of the unit among those of all sequences.
+      rows: Slice of 64 features.
+      columns: Slice of 8 heads.
+      splits: Indices of the parts, in order.
     """
 
     def by_head(split: Any, index: int) -> Array:
@@ -409,7 +409,7 @@ def add_parts(
 def finish(
     o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
 ) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
-    """The output and the log-sum-exp of a finished sum; 0 and -inf where nothing was summed."""
+    """Returns output and log-sum-exp of a finished sum; 0 and -inf if no key was added."""
     is_empty = total == 0.0
     safe = jnp.where(is_empty, 1.0, total)
     lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / math.log2(math.e))
@@ -417,12 +417,12 @@ def finish(
 
 
 def along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
-    """Repeats a row: one number for each head."""
+    """Repeats a row of one number per head."""
     return ops.spread(x, shape, 1)
 
 
 def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling: _Tiling) -> None:
-    """Adds the parts of 8 heads of one unit, in order, for one tile of their features."""
+    """Adds the parts of 8 heads of one unit in order, for one tile of features."""
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
     first = jax.lax.axis_index("heads") * _COLUMNS
     columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _FEATURES, _FEATURES)
@@ -439,7 +439,8 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling:
 
     sums = add(range(first_parts))
     if tiling.splits > _PARTS:
-        # Unrolled, it would load more parts at a time than registers hold.
+        # Hide the count from the compiler: an unrolled loop would load more parts than registers
+        # hold.
         rounds = mma_sync.unknown((tiling.splits - 1) // _PARTS, interpret=tiling.interpret)
         sums = jax.lax.fori_loop(0, rounds, add_more, sums)
     o, lse = finish(*sums)
@@ -471,7 +472,7 @@ def decode_attention_kernel(
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
-    """Exact attention of one token per sequence over its listed blocks.
+    """Computes exact attention of one token per sequence over its listed blocks.
 
     It runs on any NVIDIA GPU of compute capability 8.0 or higher.
 
@@ -479,22 +480,22 @@ def decode_attention_kernel(
       query: The current token's queries, bfloat16 or float16, with a head_dim of 64 or 128.
       key: Stacked cache of keys, the current token's included; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
-      ids: Key blocks of each list, in any order, for all heads (`M = 1`), each key/value head, or
-        each query head.
-      counts: Blocks in each list; what follows in `ids` is never read.
-      layer: Layer of the cache; it is not sliced.
-      kv_lengths: Keys present in each sequence; later ones may hold anything.
+      ids: Block indices in any order, for all heads (`M = 1`), each key/value head or each query
+        head.
+      counts: Number of indices in each list; later entries of `ids` are never read.
+      layer: Layer of the cache, which is read in place.
+      kv_lengths: Number of keys in each sequence; the cache may hold anything after them.
       scale: Factor of the scores.
       block_size: Tokens per block: 64, 128, or the 16 of a page.
       return_lse: Whether to return the log-sum-exp of the scaled scores.
-      kernel_config: Sizes; the result does not depend on them beyond rounding. A step has 64 keys.
+      kernel_config: Tile sizes; they change the result only by rounding. A step has 64 keys.
 
     Returns:
       The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
       `None`.
 
     Raises:
-      ValueError: If the kernel cannot take these arguments.
+      ValueError: If the kernel does not support these arguments.
       NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
@@ -513,7 +514,7 @@ def decode_attention_kernel(
     )
     make_kernel = functools.partial(
         ops.kernel,
-        # No reduction here crosses warps but by this module's own hands, barriers included.
+        # Reductions across warps and their barriers are explicit in this module.
         compiler_params=ops.compiler_params(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

@@ -1,1 +1,1 @@
-"""Products of a few token rows with stacked weights."""
+"""Decode matmul with stacked weights, and SwiGLU quantized to float8."""

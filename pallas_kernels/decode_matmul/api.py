@@ -1,4 +1,4 @@
-"""Products of a few token rows with one layer of stacked weights, and SwiGLU in float8."""
+"""Decode matmul with one layer of stacked weights, and SwiGLU that quantizes to float8."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_swiglu_qu
 
 
 class DecodeMatmul(NamedTuple):
-    """A kernel for a few rows.
+    """A decode matmul kernel.
 
     Attributes:
       multiply: The kernel.
-      why_not: Says in words why the kernel cannot take some rows and weights, or `None`.
-      else_sums: Whether sums of products by XLA serve what the kernel refuses.
+      why_not: Returns why the kernel does not support some rows and weights, or `None`.
+      else_sums: Whether XLA computes elementwise products and their sums if `why_not` has a reason.
     """
 
     multiply: Callable[..., list[Array]]
@@ -24,13 +24,13 @@ class DecodeMatmul(NamedTuple):
 
 
 def choose_decode_matmul(*, are_quantized: bool) -> DecodeMatmul:
-    """The kernel of the default device; without a GPU, the one for the interpreter.
+    """Returns the kernel of the default device; without a GPU, the one for the interpreter.
 
     Args:
-      are_quantized: Whether weights have eight bits, which only Hopper's kernel takes.
+      are_quantized: Whether weights have eight bits, which only the Hopper kernel supports.
     """
     is_ampere = dispatch.kernels_here() == "ampere"
-    # Pallas takes long to import, and few callers need it.
+    # Import late: importing Pallas is slow, and few callers need it.
     if are_quantized and not is_ampere:
         from sketchwalk_jax.pallas_kernels.decode_matmul.hopper import (
             hopper_decode_matmul_kernel,
@@ -55,20 +55,20 @@ def swiglu_quantize(
     *,
     kernel_config: KernelConfig,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]] | None:
-    """`models.quantized.gate_plainly` by Hopper's kernel, or `None` where it cannot make it.
+    """Runs `models.quantized.gate_plainly` as Hopper's kernel, or returns `None` if unsupported.
 
     Args:
-      gate: Products with the weights of gate.
-      up: Products with those of up.
-      row_scales: Of the rows.
-      gate_scales: Of the columns of gate.
-      up_scales: Of those of up.
-      kernel_config: What the kernel may run with.
+      gate: Products with the gate weights.
+      up: Products with the up weights.
+      row_scales: Scales of the rows.
+      gate_scales: Scales of the gate columns.
+      up_scales: Scales of the up columns.
+      kernel_config: Whether the kernel runs in the interpreter.
     """
     of_gate, of_up = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
     if why_not_swiglu_quantize(of_gate):
         return None
-    # Pallas takes long to import, and few callers need it.
+    # Import late: importing Pallas is slow, and few callers need it.
     from sketchwalk_jax.pallas_kernels.decode_matmul.swiglu_quantize import swiglu_quantize_kernel
 
     found, scales = swiglu_quantize_kernel(

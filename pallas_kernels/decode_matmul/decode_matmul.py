@@ -1,4 +1,4 @@
-"""A few rows times one layer of stacked weights of 16 bits, on GPUs from Ampere on.
+"""Decode matmul on GPUs from Ampere on: a few rows times one layer of stacked 16-bit weights.
 
     out_i[b, f] = Σ_d x[b, d] · W_i[layer, d, f]
 
@@ -7,23 +7,21 @@ weights instead of one. A norm before the product,
 
     out_i[b, f] = Σ_d x[b, d] · g[layer, d] · W_i[layer, d, f] / sqrt(mean_d x[b, d]² + eps)
 
-is left to XLA: it multiplies the rows by `g` before and the sums by the root after.
+is left to XLA: it multiplies the rows by `g` before the kernel, and divides its sums by the root.
 
-With so few rows the time is that of reading the weights. A warp has 64 columns and some of the
-inputs and shares nothing with the others: a thread reads its weights from global memory to
+With so few rows, reading the weights takes all of the time. A warp has 64 columns and some of the
+inputs, and shares nothing with other warps. A thread reads its weights from global memory to
 registers, 16 bytes of each of four inputs, several such groups ahead, and multiplies with
-`mma.sync`. So there is no shared memory to wait for, and what is in flight is registers of all
-warps.
+`mma.sync`. So no thread waits for shared memory, and registers hold all reads in flight.
 
-*Which weight is where.* The sum over inputs knows no order, and columns may be dealt in any, so a
-thread multiplies those that it reads. With `g` and `t` the quotient and the remainder of a lane
-divided by four, it reads columns `8 g .. 8 g + 7` of the inputs `4 t .. 4 t + 3`. Tile `j` of four
-has the columns `8 g + 2 j` for its row `g` and `8 g + 2 j + 1` for its row `g + 8`; pairs of inputs
-are put together from two words by one instruction. A product leaves a thread eight adjacent columns
-of two rows of `x`, which it writes 16 bytes at a time.
-
-Parts of the inputs are added up by whoever reads the result, in their order: the same sum every
+*Layout.* The order of inputs in the sum and of columns is free, so a thread multiplies the weights
+that it reads. With `g` and `t` the quotient and the remainder of a lane divided by four, it reads
+columns `8 g .. 8 g + 7` of the inputs `4 t .. 4 t + 3`. Tile `j` of four has column `8 g + 2 j` as
+row `g` and column `8 g + 2 j + 1` as row `g + 8`; one instruction combines two words into pairs of
+inputs. A thread gets eight adjacent result columns of two rows of `x`, and writes 16 bytes at a
 time.
+
+XLA adds up the parts of the inputs in a fixed order, so that results are deterministic.
 """
 
 import dataclasses
@@ -44,36 +42,36 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 scf: Any = typed_scf
 
-_COLUMNS = 64  # of a warp
-_INPUTS = 64  # of a step of a warp
-_GROUP = 16  # inputs that are multiplied together
-_GROUPS = _INPUTS // _GROUP  # of a step, each read a step ahead
-_ROWS = 8  # of `x`, that one product takes
-_TILES = 4  # of 16 columns, of a warp
-_WORDS = 4  # in 16 bytes
-_LEAST_STEPS = 4  # of a part: what is added up later is little beside the weights
-_PROGRAMS = 1024  # in all, about: several for each place on the chip
-# The weights are read once; each read takes the rest of its 128 bytes to the second cache.
+_COLUMNS = 64  # per warp
+_INPUTS = 64  # per step of a warp
+_GROUP = 16  # inputs per product
+_GROUPS = _INPUTS // _GROUP  # per step, each read one step ahead
+_ROWS = 8  # rows of `x` per product
+_TILES = 4  # tiles of 16 columns per warp
+_WORDS = 4  # words in 16 bytes
+_LEAST_STEPS = 4  # per part, so that partial sums are small compared to the weights
+_PROGRAMS = 1024  # approximate number of thread blocks, several per SM slot
+# Weights are read once, so bypass L1; prefetch the rest of each 128 bytes into L2.
 _ONCE = ".nc.L1::no_allocate.L2::128B"
 _KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 MOST_ROWS = 32
-"""Rows that the kernel takes: the sums of more would not fit in registers."""
+"""Most rows of the kernel: sums of more rows would not fit in registers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
       rows: Rows.
-      starts: The first 64 columns of each array of weights, and of none behind the last.
-      steps: Steps of inputs that there are.
-      own_steps: Steps of a part; the last part may have fewer.
+      starts: Index of each weight array's first group of 64 columns, then the number of groups.
+      steps: Steps along the inputs.
+      own_steps: Steps per part; the last part may have fewer.
     """
 
     rows: int
@@ -83,7 +81,7 @@ class _Tiling:
 
     @classmethod
     def of(cls, x: Any, kernels: Sequence[Any]) -> "_Tiling":
-        """What warps have of these rows and weights."""
+        """Returns the tiling for these rows and weights."""
         starts = [0]
         for one in kernels:
             starts.append(starts[-1] + one.shape[2] // _COLUMNS)
@@ -94,12 +92,12 @@ class _Tiling:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Programs: four warps with columns of their own, and parts of the inputs."""
+        """Thread blocks: groups of four warps, each with 64 columns, times parts of the inputs."""
         return -(-self.starts[-1] // row_ops.WARPS), -(-self.steps // self.own_steps)
 
 
 def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling, interpret: bool) -> None:
-    """One program: some columns, some of the inputs."""
+    """Runs one thread block: some columns, one part of the inputs."""
     sources, targets = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
     own_layer = layer[0]
@@ -140,7 +138,7 @@ def _multiply_interpreted(
 
 
 class _Warp:
-    """What one warp does; every value here is one thread's."""
+    """The work of one warp; values are per thread."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class _Warp:
         sources: Sequence[ir.Value],
         targets: Sequence[ir.Value],
     ) -> None:
-        """Finds the thread's place."""
+        """Computes the thread's addresses."""
         self._tiling, self._x, self._part = tiling, x, part
         self._kind = _KINDS[_name(x)]
         self._sums = -(-tiling.rows // _ROWS)  # products of eight rows
@@ -164,13 +162,13 @@ class _Warp:
         self._first = arith.muli(part, _int(tiling.own_steps))
         left = arith.subi(_int(tiling.steps), self._first)
         self._count = arith.minsi(left, _int(tiling.own_steps))
-        # Of the array that the columns belong to: where its layer and its results begin.
+        # Addresses of the layer and of the results, in the array that the columns belong to.
         self._own: list[ir.Value] = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             width = ir.MemRefType(source.type).shape[2]
             column = arith.muli(arith.subi(own, _int(tiling.starts[index])), _int(_COLUMNS))
             column = arith.addi(column, arith.muli(self._group, _int(8)))
-            # A stack may have more than 2^31 weights, a layer has fewer.
+            # 64 bits: a stack may have more than 2^31 weights, but a layer has fewer.
             before = arith.muli(_long(layer), _long(_int(self._inputs * width)))
             weights = mlir.address(source, arith.addi(before, _long(column)))
             found = [weights, mlir.address(target, column), _int(width)]
@@ -181,7 +179,7 @@ class _Warp:
             self._own = found
 
     def run(self) -> None:
-        """All inputs of the part."""
+        """Multiplies all inputs of the part."""
         zero = arith.constant(ir.F32Type.get(), 0.0)
         index = ir.IndexType.get()
         held = [x for group in range(_GROUPS) for x in self._load(_int(0), group)]
@@ -201,7 +199,7 @@ class _Warp:
         self._write(list(loop.results)[len(held) :])
 
     def _load(self, step: ir.Value, group: int) -> list[ir.Value]:
-        """Starts to read the weights of a group of inputs, and the rows."""
+        """Starts to read the weights and rows of a group of inputs."""
         weights, _, width = self._own
         is_there = arith.andi(self._is_there, _less(step, self._count))
         flag = arith.extui(mlir.i32(), is_there)
@@ -223,7 +221,7 @@ class _Warp:
         return found
 
     def _add(self, held: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
-        """The sums with the products of a group of inputs."""
+        """Adds the products of a group of inputs to the sums."""
         weights = [held[_WORDS * index : _WORDS * (index + 1)] for index in range(4)]
         rows = held[4 * _WORDS :]
         sums = list(sums)
@@ -246,7 +244,7 @@ class _Warp:
         return sums
 
     def _write(self, sums: list[ir.Value]) -> None:
-        """Puts down two rows of eight adjacent columns, of each eight rows."""
+        """Writes eight adjacent columns of two rows, per group of eight rows."""
         _, target, width = self._own
         rows = self._tiling.rows
         first = arith.muli(self._part, _int(rows))
@@ -266,18 +264,18 @@ class _Warp:
 
 
 def _name(ref: ir.Value) -> str:
-    """The name of the type of a reference's numbers."""
+    """Returns the name of a reference's element type."""
     kind = ir.MemRefType(ref.type).element_type
     return "bfloat16" if isinstance(kind, ir.BF16Type) else "float16"
 
 
 def _less(left: ir.Value, right: ir.Value) -> ir.Value:
-    """Whether one integer is below another."""
+    """Whether `left` is less than `right`."""
     return arith.cmpi(arith.CmpIPredicate.slt, left, right)
 
 
 def _long(value: ir.Value) -> ir.Value:
-    """An integer of 32 bits in 64."""
+    """Extends an integer from 32 to 64 bits."""
     return arith.extsi(ir.IntegerType.get_signless(64), value)
 
 
@@ -292,14 +290,14 @@ def why_not_decode_matmul(
     is_transposed: bool = False,
     weight_scales: Sequence[Any] | None = None,
 ) -> str | None:
-    """Why the kernel cannot take these rows and weights, or `None` if it can.
+    """Returns why the kernel does not support these rows and weights, or `None` if it does.
 
     Args:
       x: Rows `[B, D]`, an array or its abstract shape.
       kernels: Weights `[L, D, F]`, likewise.
-      scale: Of a norm `[L, D]`, likewise.
-      is_transposed: Whether weights are `[L, F, D]`, which it does not take.
-      weight_scales: Scales of weights of eight bits, which it does not take.
+      scale: Scale of a norm `[L, D]`, likewise.
+      is_transposed: Whether weights are `[L, F, D]`, which is unsupported.
+      weight_scales: Scales of 8-bit weights, which are unsupported.
     """
     names = {str(one.dtype) for one in (x, *kernels, *([] if scale is None else [scale]))}
     if len(names) != 1 or not names <= set(_KINDS):
@@ -325,25 +323,25 @@ def decode_matmul_kernel(
     weight_scales: Sequence[Any] | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "B _"]]:
-    """`out_i` of the module.
+    """Computes `out_i` of the module.
 
-    Its arguments are those of `hopper_decode_matmul_kernel`, which takes quantised weights.
+    It has the same arguments as `hopper_decode_matmul_kernel`, which multiplies quantized weights.
 
     Args:
       x: Rows in bfloat16 or float16, at most `MOST_ROWS`.
       kernels: Weights of all layers in the same type; `D` and each `F` are multiples of 64.
       layer: The layer.
-      scale: `g` of all layers, in the same type; without it there is no norm.
-      eps: What the norm adds to the mean of squares.
+      scale: `g` of all layers, in the same type; `None` for no norm.
+      eps: Constant that the norm adds to the mean of squares.
       is_transposed: Must be `False`.
       weight_scales: Must be `None`.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32 for each array of weights.
+      A float32 array for each array of weights.
 
     Raises:
-      ValueError: If the kernel cannot take these arguments.
+      ValueError: If the kernel does not support these arguments.
     """
     reason = why_not_decode_matmul(
         x, kernels, scale, is_transposed=is_transposed, weight_scales=weight_scales

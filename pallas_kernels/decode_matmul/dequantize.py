@@ -1,11 +1,11 @@
-"""Converts quantised weights to bfloat16 in registers, for the tensor cores of Hopper.
+"""Dequantizes weights to bfloat16 in registers, for the tensor cores of Hopper.
 
-bfloat16 has all bits of float8_e4m3fn and of int8, so that nothing is rounded. A thread reads the
-weights that it holds of the product's left operand, so that threads exchange nothing. It reads
-pairs from swizzled shared memory and converts a pair in four instructions.
+bfloat16 represents every float8_e4m3fn and int8 number, so nothing is rounded. A thread reads
+exactly the weights of its share of the product's left operand, so threads exchange nothing. It
+reads pairs from swizzled shared memory and converts a pair in four instructions.
 
-* float8_e4m3fn: one to float16, two to float32 and one to bfloat16. NaN stays NaN; there is no
-  infinity.
+* float8_e4m3fn: one instruction to float16, two to float32 and one to bfloat16. NaN stays NaN;
+  there is no infinity.
 * int8: the byte `b` becomes the lower half of a bfloat16 number whose upper half is 0x43. With the
   byte's top bit cleared that is `128 + b % 128`, and with the other bits cleared 128, or 256 if the
   byte is negative. The difference of both is `b`.
@@ -25,12 +25,12 @@ from jaxtyping import Array
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 llvm: Any = typed_llvm
 
 TYPES = ("float8_e4m3fn", "int8")
-"""Types of weights of eight bits."""
+"""Types of 8-bit weights."""
 
 _PAIR = """
   {
@@ -44,7 +44,7 @@ _UPPER = 0x43
 
 
 def to_bfloat16(weights: Any, *, interpret: bool) -> Array:
-    """A tile of weights in bfloat16, in `ops.ACCUMULATOR`.
+    """Converts a tile of weights to bfloat16 in `ops.ACCUMULATOR`.
 
     Args:
       weights: `[64, columns]` of one of `TYPES` in shared memory, lines of 128 bytes swizzled.
@@ -73,7 +73,7 @@ def to_bfloat16(weights: Any, *, interpret: bool) -> Array:
 
 
 def _pair(pair: ir.Value, upper: ir.Value) -> ir.Value:
-    """Two whole numbers of eight bits in bfloat16."""
+    """Converts two int8 numbers to bfloat16."""
     short = ir.IntegerType.get_signless(16)
     one = vector.bitcast(ir.VectorType.get((1,), short), pair)
     both = arith.extui(mlir.i32(), vector.extract(one, [], [0]))
@@ -81,6 +81,6 @@ def _pair(pair: ir.Value, upper: ir.Value) -> ir.Value:
 
 
 def _as_pair(word: ir.Value) -> ir.Value:
-    """A word as two numbers in bfloat16."""
+    """Reinterprets a word as two bfloat16 numbers."""
     found = vector.broadcast(ir.VectorType.get((1,), mlir.i32()), word)
     return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), found)

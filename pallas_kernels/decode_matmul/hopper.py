@@ -1,35 +1,35 @@
-"""Decode matmul with weights of eight bits on Hopper: a few rows times one layer of a stack.
+"""Decode matmul with 8-bit weights on Hopper: a few rows times one layer of a stack.
 
     out_i[b, f] = Σ_d x[b, d] · W_i[layer, d, f]
     W_i[layer, d, f] = q_i[layer, f, d] · s_i[layer, f]
 
-for one or several arrays of weights that share their input, such as those of queries, keys and
-values. The weights `q` (float8_e4m3fn or int8) lie with the inputs last, and have a scale `s` for
+for one or several arrays of weights that share their input, such as the query, key and value
+weights. The weights `q` (float8_e4m3fn or int8) lie with the inputs last, and have a scale `s` for
 each output. The kernel reads them once and in place: XLA would copy a layer out of the stack before
 it multiplies, which takes three passes over it instead of one. If the input goes through a norm,
 
     out_i[b, f] = Σ_d x[b, d] · g[layer, d] · W_i[layer, d, f] / sqrt(mean_d x[b, d]² + eps)
 
-the programs multiply by `g` after they have copied the rows, and some add up the squares.
-`decode_matmul_kernel` multiplies weights of 16 bits.
+the thread blocks multiply by `g` after copying the rows, and some add up the squares.
+`decode_matmul_kernel` multiplies 16-bit weights.
 
-The kernel never rounds rows to eight bits. It multiplies up to eight rows as sums of digits of
-eight bits (`digits`), so that the tensor cores read the weights without a conversion. With more
-rows, digits would take longer than the weights. The kernel then widens the weights to bfloat16 in
-registers (`widen`), which rounds nothing. A scale multiplies the sum of a column in float32. A
-weight or a scale that is not finite spoils its column, and an input its row; an int8 weight is
-always finite.
+The kernel never rounds rows to eight bits. It splits up to eight rows into sums of 8-bit numbers
+(`operand_split`), so that the tensor cores read the weights without a conversion. Splitting more
+rows would take longer than reading the weights. The kernel then dequantizes the weights to bfloat16
+in registers (`dequantize`), which rounds nothing. A scale multiplies the sum of a column in
+float32. A weight or a scale that is not finite spoils its column, and an input its row; an int8
+weight is always finite.
 
-With so few rows, reading the weights takes all of the time. A program has 64 columns of one array
-and a part of the inputs. It copies tiles of 64 x 128 or 64 x 256 weights, several of them ahead,
-and multiplies with the tensor cores. The weights are the left operand, so that eight columns of the
-right operand are enough for the rows. XLA adds up the parts, always in the same order, and then
-multiplies by the scales and divides by the root.
+With so few rows, reading the weights takes all of the time. A thread block has 64 columns of one
+array and a part of the inputs. It copies tiles of 64 x 128 or 64 x 256 weights, several of them
+ahead, and multiplies with the tensor cores. The weights are the left operand, so that eight columns
+of the right operand are enough for the rows. XLA adds up the parts, always in the same order, and
+then multiplies by the scales and divides by the root.
 
-Rows of digits take so little time that starting programs one after another would be a large part
-of it. There are then as many programs as the GPU holds at once. The tiles of all columns form one
-sequence, each program has an equal share of it, and its copies continue where its columns end and
-the next begin. So the number of programs that share some columns differs from column to column.
+With split rows, launching thread blocks in several waves would take a large part of the time, so
+there are only as many thread blocks as the GPU runs at once. The tiles of all columns form one
+sequence, of which each thread block has an equal share. Its copies continue across the boundary
+from one group of columns to the next. So the number of thread blocks per group of columns varies.
 """
 
 import dataclasses
@@ -50,29 +50,29 @@ from sketchwalk_jax.pallas_kernels.config import num_multiprocessors, shared_mem
 from sketchwalk_jax.pallas_kernels.decode_matmul import dequantize, operand_split
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 
-_TILE = 64  # columns of a tile of weights
-# Inputs of a line. With one row a tile has two lines if shared memory has room for two such tiles:
+_TILE = 64  # columns per tile of weights
+# Inputs per line. With one row a tile has two lines if two such tiles fit in shared memory:
 # waiting, copying and splitting rows then cost less per weight.
 _LINE = operand_split.LINE
-_LEAST_ROWS = 8  # that tensor cores take
-_SHARED_BYTES = 74 * 1024  # of a program, so that a multiprocessor runs three
-# The same if the registers of many rows allow only two programs.
+_LEAST_ROWS = 8  # smallest number of rows of a tensor core product
+_SHARED_BYTES = 74 * 1024  # per thread block, so that an SM runs three
+# The same if the registers of many rows allow only two thread blocks per SM.
 _SHARED_BYTES_OF_TWO, _FEW_ROWS = 110 * 1024, 32
-_REDUCTION_BYTES = 2048  # of these, for adding up squares
+_REDUCTION_BYTES = 2048  # part of these bytes, for adding up squares
 _MOST_STAGES = 8
 _MOST_COPIED = 256  # entries along an axis of one copy
-_LEAST_INPUTS = 1024  # of a part of widened weights
-_PROGRAMS = 1024  # about, in all: several for each multiprocessor, and few parts to add up
-# For rows of digits, by whether there is one row: programs that a multiprocessor runs at once, and
-# the most lines of a tile. These were the fastest of those measured.
+_LEAST_INPUTS = 1024  # per part with dequantized weights
+_PROGRAMS = 1024  # approximate number of thread blocks: several per SM, and few parts to add up
+# For split rows, by whether there is one row: thread blocks per SM, and most lines per tile. These
+# were the fastest measured.
 _SHARES = {True: (3, 2), False: (5, 1)}
-_LEAST_SHARE = 2  # tiles of a program
-_RESERVED_BYTES = 2 * 1024  # of shared memory, for each program
+_LEAST_SHARE = 2  # tiles per thread block
+_RESERVED_BYTES = 2 * 1024  # of shared memory per thread block
 # The layout in which a warpgroup reads and writes 64 inputs or columns row by row.
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 
 MOST_ROWS = 64
-"""Rows that the kernel takes; with more, products are no longer bound by memory."""
+"""Most rows of the kernel; with more, products are no longer bound by memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,13 @@ class Tiling:
 
     Attributes:
       dtype: Type of the weights.
-      depth: Inputs of a tile.
+      depth: Inputs per tile.
       rows: Rows, rounded up to a multiple of eight.
       num_rows: `rows`, or the number of rows if that is less than eight.
-      starts: The first 64 columns of each array of weights among those of all, and their number.
+      starts: Index of each weight array's first group of 64 columns, then the number of groups.
       steps: Tiles along the inputs.
-      own_steps: Tiles along the inputs of a program with widened weights; the last may have fewer.
-      programs: Programs that share all tiles if rows are digits.
+      own_steps: Tiles along the inputs per thread block with dequantized weights, at most.
+      programs: Thread blocks that share all tiles with split rows.
       stages: Tiles in shared memory.
       has_norm: Whether the input goes through a norm.
       interpret: Whether the interpreter runs the kernel.
@@ -107,50 +107,50 @@ class Tiling:
 
     @property
     def has_digits(self) -> bool:
-        """Whether rows are multiplied as sums of digits of eight bits."""
+        """Whether rows are split into sums of 8-bit numbers."""
         return self.num_rows <= operand_split.MOST_ROWS
 
     @property
     def columns(self) -> int:
-        """Columns that the tensor cores multiply."""
+        """Columns of the tensor cores' right operand."""
         return (
             operand_split.num_columns(self.num_rows, self.dtype) if self.has_digits else self.rows
         )
 
     @property
     def piece(self) -> int:
-        """Inputs that one copy of rows takes."""
+        """Inputs per copy of rows."""
         return min(self.depth, _MOST_COPIED)
 
     @property
     def parts(self) -> int:
-        """The most programs that share the inputs of some columns."""
+        """Most thread blocks that share a group of 64 columns."""
         if self.has_digits:
             return max(self.counts)
         return -(-self.steps // self.own_steps)
 
     def begin_of(self, program: Any) -> Any:
-        """The first tile of a program's share of the sequence of all tiles."""
+        """Returns the first tile of a thread block's share of the sequence of all tiles."""
         return _divide(program * (self.starts[-1] * self.steps), self.programs)
 
     def program_of(self, place: Any) -> Any:
-        """The program whose share has a tile of that sequence."""
+        """Returns the thread block whose share contains a tile of that sequence."""
         return _divide((place + 1) * self.programs - 1, self.starts[-1] * self.steps)
 
     @property
     def counts(self) -> list[int]:
-        """How many programs share the inputs of each 64 columns if rows are digits."""
+        """Returns how many thread blocks share each group of 64 columns, with split rows."""
         ends = [(tile * self.steps, (tile + 1) * self.steps - 1) for tile in range(self.starts[-1])]
         return [self.program_of(last) - self.program_of(first) + 1 for first, last in ends]
 
     @property
     def slots(self) -> int:
-        """Buffers of rows that tensor cores read. Digits need two: one is written meanwhile."""
+        """Buffers of rows for the tensor cores. Split rows need two: one is written meanwhile."""
         return 2 if self.has_digits else self.stages
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Shared memory of all stages, and a barrier for each stage."""
+        """Shared memory of all stages, and one barrier per stage."""
         stages = self.stages
         copies = 1 + (1 + self.has_norm) * (self.depth // self.piece)
         own: dict[str, Any] = {
@@ -176,24 +176,24 @@ class Tiling:
 
 
 def _divide(number: Any, by: int) -> Any:
-    """The whole part of a quotient; `number` is not negative."""
+    """Divides integers and rounds down; `number` is not negative."""
     return number // by if isinstance(number, int) else jax.lax.div(number, by)
 
 
 def _multiply(x: Any, layer: Any, *arrays: Any, tiling: Tiling, **scratch: Any) -> None:
-    """One program: some columns, some of the inputs."""
+    """Runs one thread block: some columns, some of the inputs."""
     program: type[_DigitsProgram | _WidenedProgram]
     program = _DigitsProgram if tiling.has_digits else _WidenedProgram
     program(tiling, x, layer, arrays, scratch).run()
 
 
 class _Program:
-    """The copies and writes of one program; subclasses multiply."""
+    """Copies and writes of one thread block; subclasses multiply."""
 
     def __init__(
         self, tiling: Tiling, x: Any, layer: Any, arrays: Sequence[Any], scratch: dict[str, Any]
     ) -> None:
-        """Finds the program's share.
+        """Computes the thread block's share of the tiles.
 
         Args:
           tiling: The static sizes.
@@ -216,11 +216,11 @@ class _Program:
             self._load(jnp.int32(step))
 
     def _share(self) -> tuple[Any, Any]:
-        """The first tile of the program, and the number of its tiles."""
+        """Returns the thread block's first tile and its number of tiles."""
         raise NotImplementedError
 
     def _place_of(self, step: Any) -> tuple[Any, Any]:
-        """The 64 columns of a step of the program, and which of their tiles it multiplies."""
+        """Returns the group of 64 columns of a step, and the tile within the group."""
         raise NotImplementedError
 
     def _of_array(self, tile: Any, body: Any) -> None:
@@ -233,7 +233,7 @@ class _Program:
                 body(index, pl.ds((tile - start) * _TILE, _TILE))
 
     def _load(self, step: Any) -> None:
-        """Starts the copies for a step of the program, if there is such a step."""
+        """Starts the copies for a step of the thread block, if the step exists."""
         tiling, own = self._tiling, self._own
 
         @pl.when(step < self._count)
@@ -270,7 +270,7 @@ class _Program:
 
 
 class _DigitsProgram(_Program):
-    """Multiplies rows as digits of eight bits; tensor cores read the weights unconverted."""
+    """Multiplies rows split into 8-bit numbers; tensor cores read the weights unconverted."""
 
     def _share(self) -> tuple[Any, Any]:
         self._program = jax.lax.axis_index("program")
@@ -282,7 +282,7 @@ class _DigitsProgram(_Program):
         return jax.lax.div(place, self._tiling.steps), jax.lax.rem(place, self._tiling.steps)
 
     def run(self) -> None:
-        """All tiles of the program."""
+        """Multiplies all tiles of the thread block."""
         tiling, shape = self._tiling, (_TILE, self._tiling.columns)
         none = None
         if tiling.has_norm:
@@ -308,7 +308,7 @@ class _DigitsProgram(_Program):
             total = operand_split.add_line(total, left, *rows, interpret=tiling.interpret)
         tile, place = self._place_of(index)
         is_last = (place == tiling.steps - 1) | (index == self._count - 1)
-        # A program with some of the first columns begins with them, so `found` is theirs.
+        # A thread block that shares the first columns starts with them: `found` is complete.
         pl.when(is_last)(functools.partial(self._finish, total, found, tile))
         return jnp.where(is_last, ops.full(total.shape, 0.0), total), found
 
@@ -316,7 +316,7 @@ class _DigitsProgram(_Program):
         """Writes the sums of some columns."""
         tiling, own = self._tiling, self._own
         part = self._program - tiling.program_of(tile * tiling.steps)
-        plgpu.wait_smem_to_gmem(0)  # of the columns before
+        plgpu.wait_smem_to_gmem(0)  # the previous columns' sums
         ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
         plgpu.commit_smem()
         operand_split.add_digits(
@@ -337,7 +337,7 @@ class _DigitsProgram(_Program):
 
 
 class _WidenedProgram(_Program):
-    """Widens weights to the type of the rows."""
+    """Dequantizes weights to the type of the rows."""
 
     def _share(self) -> tuple[Any, Any]:
         self._tile, self._part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
@@ -348,11 +348,11 @@ class _WidenedProgram(_Program):
         return self._tile, self._begin + step
 
     def run(self) -> None:
-        """All tiles of the program."""
+        """Multiplies all tiles of the thread block."""
         tiling, own = self._tiling, self._own
         shape = (_TILE, tiling.columns)
         products, found = ops.with_accumulator(self._add_up, shape, interpret=tiling.interpret)
-        # Transposed: the sums of a row are adjacent, so that only existing rows are written.
+        # Transposed, so that a row's sums are adjacent and only existing rows are written.
         ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
         plgpu.commit_smem()
         if tiling.has_norm:
@@ -365,7 +365,7 @@ class _WidenedProgram(_Program):
         plgpu.wait_smem_to_gmem(0)
 
     def _add_up(self, total: ops.Accumulator) -> Any:
-        """The sums of the program's columns, and with a norm the squares of rows."""
+        """Returns the sums of the columns, and with a norm the rows' squares."""
         tiling, own = self._tiling, self._own
 
         def step(index: Any, found: Any) -> Any:
@@ -404,7 +404,7 @@ class _WidenedProgram(_Program):
 
 
 def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool, interpret: bool = False) -> Tiling:
-    """The tiling for rows and weights, which are arrays or abstract shapes."""
+    """Returns the tiling for rows and weights, which are arrays or abstract shapes."""
     num_rows, num_inputs = x.shape
     rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
     starts = [0]
@@ -443,7 +443,7 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool, interpret: bool = Fa
 
 
 def _stages(tiling: Tiling, shared_bytes: int) -> int:
-    """The number of tiles that fit into so much shared memory."""
+    """Returns the number of tiles that fit into `shared_bytes` of shared memory."""
     depth = tiling.depth
     # The weights, the scale of the norm, and the rows.
     stage_bytes = (_TILE + 2 + 2 * tiling.num_rows) * depth
@@ -462,7 +462,7 @@ def why_not_hopper_decode_matmul(
     is_transposed: bool = True,
     weight_scales: Sequence[Any] | None = None,
 ) -> str | None:
-    """Why the kernel cannot take these rows and weights, or `None` if it can.
+    """Returns why the kernel does not support these rows and weights, or `None` if it does.
 
     Args:
       x: Rows `[B, D]`, an array or its abstract shape.
@@ -505,24 +505,24 @@ def hopper_decode_matmul_kernel(
     weight_scales: Sequence[Float[Array, "L _"]] | None = None,
     interpret: bool = False,
 ) -> list[Float[Array, "B _"]]:
-    """`out_i` of the module.
+    """Computes `out_i` of the module.
 
     Args:
       x: Rows in bfloat16, at most `MOST_ROWS`.
-      kernels: Weights of all layers, all in float8_e4m3fn or all in int8; `D` is a multiple of 128,
-        and each `F` one of 64.
+      kernels: Weights of all layers, all in float8_e4m3fn or all in int8; `D` is a multiple of 128
+        and each `F` a multiple of 64.
       layer: The layer.
-      scale: `g` of all layers, in bfloat16; without it there is no norm.
-      eps: Added to the mean of squares by the norm.
+      scale: `g` of all layers, in bfloat16; `None` for no norm.
+      eps: Constant that the norm adds to the mean of squares.
       is_transposed: Must be `True`: the weights are `[L, F, D]`.
       weight_scales: `s_i` of all layers, float32 `[L, F]`, one for each array of weights.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32 for each array of weights.
+      A float32 array for each array of weights.
 
     Raises:
-      ValueError: If the kernel cannot take these arguments.
+      ValueError: If the kernel does not support these arguments.
     """
     reason = why_not_hopper_decode_matmul(
         x, kernels, scale, is_transposed=is_transposed, weight_scales=weight_scales
@@ -543,7 +543,7 @@ def hopper_decode_matmul_kernel(
         scratch_types=tiling.scratch,
         grid=(tiling.programs,) if tiling.has_digits else (tiling.starts[-1], tiling.parts),
         grid_names=("program",) if tiling.has_digits else ("tile", "part"),
-        # The code above says where warps meet; automatic barriers would add one to every copy.
+        # Barriers are explicit; automatic ones would add a barrier to every copy.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="linear",
@@ -568,7 +568,7 @@ def hopper_decode_matmul_kernel(
 
 
 def _add_parts(parts: Array, counts: Any) -> Array:
-    """Sums over the first axis: for each entry of the last, its first `counts` parts, or all."""
+    """Sums the parts along the first axis, only the first `counts` of each entry of the last."""
     if counts is not None:
         index = jax.lax.broadcasted_iota(jnp.int32, parts.shape, 0)
         own = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), parts.shape)

@@ -1,29 +1,29 @@
-"""Splits a few rows into digits of eight bits, for Hopper's tensor cores and quantised weights.
+"""Splits a few bfloat16 rows into 8-bit digits, to multiply with 8-bit weights on Hopper.
 
-Tensor cores multiply numbers of eight bits only with numbers of the same kind. A row in bfloat16 is
-a sum of such numbers. Each line of 128 inputs is
+Tensor cores multiply 8-bit numbers only with numbers of the same type. A bfloat16 row is a sum of
+such numbers (digits). Each line of 128 inputs is
 
     x[d] = Σ_t 2^(e + w_t) · digit_t[d]
     Σ_d x[d] · q[f, d] = Σ_lines Σ_t 2^(e + w_t) · Σ_d digit_t[d] · q[f, d]
 
-with a power of two `2^e` that brings the line's largest number to a fixed size. Tensor cores
-then read the weights `q` from shared memory, and no thread converts them.
+with a power of two `2^e` that scales the line's largest number to a fixed size. Tensor cores then
+read the weights `q` from shared memory unconverted.
 
-* float8_e4m3fn: two digits, `w = 0, -4`. Each has four significant bits, so that both have the
+* float8_e4m3fn: two digits, `w = 0, -4`. Each has four significant bits; together they have the
   eight of bfloat16. Numbers below 2^-14 of the line's largest number lose some of them, but none
   loses more than 2^-22 of the largest.
 * int8: three digits, whole numbers, `w = 0, 8, 16`. No number loses more than 2^-22 of the line's
   largest.
 
-Tensor cores take at least eight columns, which is room for the digits of a few rows. Each digit of
-a row is a column with its own sums, which are added up at the end.
+Tensor core products have at least eight columns, enough for the digits of a few rows. Each digit of
+a row is a column with separate sums, which are added up at the end.
 
-*Sums.* Sums of whole numbers are exact. For float8, Hopper cuts 32 products and the previous sum
-off 13 bits below the largest of them, and then adds them up. So the sums of a line lose about 2^-11
-of its largest product, which is less than rounding results to bfloat16 loses. The sums of lines are
-multiplied by the powers of two and added up in float32.
+*Sums.* Integer sums are exact. For float8, Hopper truncates 32 products and the previous sum 13
+bits below the largest of them before adding. So the sum of a line loses about 2^-11 of its largest
+product, less than rounding results to bfloat16. The sums of lines are multiplied by the powers of
+two and added up in float32.
 
-A number that is not finite makes `2^e`, and so its whole row, NaN.
+A non-finite number makes `2^e`, and thus its whole row, NaN.
 """
 
 import functools
@@ -43,27 +43,27 @@ from jaxtyping import Array, Float
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 math: Any = typed_math
 
 LINE = 128
 """Inputs that share a power of two."""
 MOST_ROWS = 8
-"""Rows whose digits are made in less time than it takes to read the weights."""
+"""Most rows that are split in less time than reading the weights takes."""
 
-_COLUMNS = 8  # tensor cores take a multiple of these
+_COLUMNS = 8  # divides the columns of a tensor core product
 # `w_t`, by the type of the weights and of the digits.
 _SHIFTS = {"float8_e4m3fn": (0, -4), "int8": (0, 8, 16)}
-# The largest number of a line is brought to between 2^top and twice that.
+# The largest number of a line is scaled to between 2^top and 2^(top + 1).
 _TOP = {"float8_e4m3fn": 7, "int8": 21}
-_LEAST = 7  # beyond `_TOP`: lines with a smaller exponent are not scaled so far
+_LEAST = 7  # beyond `_TOP`: limits the scaling of lines with a smaller exponent
 _MANTISSA, _BIAS, _NOT_FINITE = 23, 127, 255  # of float32
 _NAN = 0x7FFFFFFF
-_LINE_BYTES = LINE * _COLUMNS  # of a line of eight columns
+_LINE_BYTES = LINE * _COLUMNS  # per line of eight columns
 _EACH = row_ops.LANES // _COLUMNS  # lanes that write 16 bytes together
 _ptx = mgpu.utils.inline_ptx
-# What is left of a number beside its first digit is at most a 32nd of it.
+# The remainder after the first digit is at most a 32nd of the number.
 _FLOAT_DIGITS = """
   {
   .reg .b32 first, second, kept;
@@ -84,7 +84,7 @@ _FLOAT_DIGITS = """
   cvt.rn.satfinite.e4m3x2.f16x2 high, second;
   mov.b32 $1, {low, high};
   }"""
-# With 128 added to each digit they are the bytes of a number.
+# With 128 added to each, the digits are the bytes of one integer.
 _WHOLE_DIGITS = """
   {
   .reg .b32 a, b, c, d, low, high;
@@ -110,18 +110,18 @@ _WHOLE_DIGITS = """
 
 
 def num_columns(num_rows: int, dtype: Any) -> int:
-    """Columns that tensor cores multiply: the digits of all rows, rounded up to `_COLUMNS`."""
+    """Returns the columns of the product: the digits of all rows, rounded up to `_COLUMNS`."""
     count = num_rows * len(_SHIFTS[jnp.dtype(dtype).name])
     return -(-count // _COLUMNS) * _COLUMNS
 
 
 def num_squares(num_rows: int, depth: int) -> int:
-    """Entries of the squares of `write`: a warp adds up a line of a row at a time."""
+    """Returns the size of `write`'s squares: a warp adds up a line of a row at a time."""
     return -(-num_rows * (depth // LINE) // row_ops.WARPS) * row_ops.THREADS
 
 
 def squares_layout(count: int) -> Any:
-    """The layout in which a warpgroup holds so many entries."""
+    """Returns the layout in which a warpgroup holds `count` squares."""
     return plgpu.Layout.WG_STRIDED((count,), vec_size=1)
 
 
@@ -145,7 +145,7 @@ def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> 
             for distance in (16, 8, 4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
             where = arith.addi(place, mlir.constant(4 * turn * row_ops.WARPS))
-            _store(where, arith.bitcast(mlir.i32(), total))  # all lanes the same
+            _store(where, arith.bitcast(mlir.i32(), total))  # all lanes store the same number
 
     add(squares, target)
 
@@ -162,7 +162,7 @@ def write(
     """Writes the digits of some inputs of rows to the shared memory that tensor cores read.
 
     Args:
-      target: `[columns, D]` of `ops.tiled`, the digits of each row below each other.
+      target: `[columns, D]` of `ops.tiled`, with a row's digits in consecutive columns.
       factors: `2^(e + w_t)`, float32 `[D / 128, columns]`.
       rows: `[B, D]` in bfloat16.
       scale: Multiplied with the rows first, `[D]` in bfloat16; the product is rounded to bfloat16.
@@ -196,12 +196,12 @@ def write(
         registers: Any = norm[1].registers.copy() if norm else None
         chunk = arith.shrui(lane, constant(_EACH.bit_length() - 1))
         inside = arith.muli(arith.andi(lane, constant(_EACH - 1)), constant(4))
-        own_inputs = arith.muli(lane, constant(8))  # bytes to a thread's two pairs of a line
+        own_inputs = arith.muli(lane, constant(8))  # byte offset of a thread's two pairs in a line
         for turn in range(-(-items // row_ops.WARPS)):
             item = arith.addi(mlir.warp(), constant(turn * row_ops.WARPS))
             item = arith.minui(item, constant(items - 1))
             row, line = (f(item, constant(lines)) for f in (arith.divui, arith.remui))
-            # An item's inputs lie side by side, and items in order.
+            # An item's inputs are adjacent, and items are in order.
             pairs = _load(rows, item, own_inputs)
             if norm:
                 wide = _numbers(pairs)
@@ -226,7 +226,7 @@ def write(
                 back = arith.shli(back, constant(_MANTISSA))
                 back = arith.select(is_finite, back, constant(_NAN))
                 place = arith.addi(arith.muli(line, constant(num_columns)), column)
-                # All lanes that write to a place write the same.
+                # Several lanes write the same number to a place.
                 _store(arith.addi(factors, arith.muli(place, constant(4))), back)
                 own = arith.andi(column, constant(_COLUMNS - 1))
                 tile = arith.muli(arith.shrui(column, constant(3)), constant(lines))
@@ -242,7 +242,7 @@ def write(
 
 
 def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: Any) -> Any:
-    """`write` for the interpreter."""
+    """Implements `write` for the interpreter."""
     num_rows, depth = rows.shape
     dtype, lines = target.dtype, depth // LINE
     shifts, top, x = _SHIFTS[dtype.name], _TOP[dtype.name], rows[...]
@@ -278,10 +278,10 @@ def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: An
 def add_line(
     total: Float[Array, "64 N"], weights: Any, digits: Any, factors: Any, *, interpret: bool
 ) -> Float[Array, "64 N"]:
-    """Adds the products of a line with weights of eight bits, `2^(e + w_t) · weights · digit_t`.
+    """Adds the products of a line with 8-bit weights, `2^(e + w_t) · weights · digit_t`.
 
     Args:
-      total: In `ops.ACCUMULATOR`.
+      total: Sums, in `ops.ACCUMULATOR`.
       weights: `[64, 128]` of `ops.tiled`.
       digits: `[N, 128]`, written by `write`.
       factors: `[N]`, likewise.
@@ -302,7 +302,7 @@ def add_line(
 
 
 def add_digits(sums: Any, target: Any, dtype: Any, *, interpret: bool) -> None:
-    """Adds up the sums of each row's digits.
+    """Adds up each row's sums over its digits.
 
     Args:
       sums: Sums of columns, float32 `[N, 64]` in shared memory.
@@ -347,7 +347,7 @@ def _wide(ref: Any) -> Array:
 
 
 def _add(total: Array, products: Array, factors: Any) -> Array:
-    """`total + products · factors`, each rounded once."""
+    """Returns `total + products · factors`, rounded once (fused multiply-add)."""
     factor = ops.spread(ops.read(factors, ops.BY_COLUMN), total.shape, 1)
 
     @plgpu.inline_mgpu(
@@ -364,7 +364,7 @@ def _add(total: Array, products: Array, factors: Any) -> Array:
     return add(total, products, factor)
 
 
-# The largest of four numbers without their signs, as bits.
+# The largest magnitude of four numbers, as bits.
 _LARGEST = """
   {
   .reg .b32 one, two;
@@ -378,7 +378,7 @@ _LARGEST = """
 
 
 def _load(start: ir.Value, line: ir.Value, own: ir.Value) -> list[ir.Value]:
-    """Two pairs of numbers in bfloat16, so many bytes into a line of those behind `start`."""
+    """Loads two pairs of bfloat16 numbers, `own` bytes into a line of the array at `start`."""
     place = arith.addi(start, arith.addi(arith.muli(line, mlir.constant(2 * LINE)), own))
     kinds = [mlir.i32()] * 2
     code = "ld.shared.v2.b32 {$0, $1}, [$2];"
@@ -390,17 +390,17 @@ def _store(place: ir.Value, word: ir.Value) -> None:
 
 
 def _numbers(pairs: list[ir.Value]) -> list[ir.Value]:
-    """Numbers in bfloat16 as float32."""
+    """Converts pairs of bfloat16 numbers to float32."""
     return [number for pair in pairs for number in mlir.unpack_bfloat16(pair)]
 
 
 def _round(numbers: list[ir.Value]) -> list[ir.Value]:
-    """Four numbers in bfloat16."""
+    """Rounds four numbers to bfloat16."""
     code = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return [mlir.run(code, *numbers[start : start + 2]) for start in (0, 2)]
 
 
 def _add_square(number: ir.Value, total: ir.Value) -> ir.Value:
-    """`total + number²`, in a vector of one."""
+    """Returns `total + number²`, as vectors of one entry."""
     number = vector.broadcast(total.type, number)
     return math.fma(number, number, total)

@@ -1,6 +1,6 @@
-"""What stands between the products of a gated mlp in eight bits, in one pass, on Hopper GPUs.
+"""SwiGLU between the float8 products of an mlp, quantized to float8 in one pass, on Hopper GPUs.
 
-Of products `g` and `u` of float8 rows with the weights of gate and up, which come in bfloat16::
+Inputs are the bfloat16 products `g` and `u` of float8 rows with the gate and up weights::
 
     gate[t, f] = g[t, f] · r[t] · s[f]          r: scales of the rows, s: of the output channels
     up[t, f]   = u[t, f] · r[t] · s'[f]
@@ -8,25 +8,25 @@ Of products `g` and `u` of float8 rows with the weights of gate and up, which co
     scale[t]   = max_f |y[t, f]| / 448          1 for a row of zeros
     q[t, f]    = round(y[t, f] · (1 / scale[t]))    float8_e4m3fn
 
-A row needs its largest number before any of it can be rounded, so XLA reads the products twice, and
-rounds to float8 in some 35 instructions per number. Here a row is read once, 4 bytes for each `f`,
-and 1 byte is written.
+Rounding a row requires its largest number first, so XLA reads the products twice, and rounds to
+float8 in some 35 instructions per number. This kernel reads a row once: 4 bytes per column `f`. It
+writes 1 byte.
 
 *Numbers.* XLA rounds to bfloat16 after `gate`, `up`, `exp`, the sum, the quotient and each of the
-two products of `y`; so does the kernel, with the approximate instructions for `exp` and `1 / scale`
-that XLA's code for Hopper has in JAX 0.12. Its quotient is as good once it is rounded to bfloat16.
-On an H200 with JAX 0.11.2, rows were the same bits, and scales differed by a rounding. Where
-another version takes `exp` from elsewhere, a few numbers may be one step of float8 away. NaN in a
-row makes its scale and all of its numbers NaN; infinity makes the scale infinite, and the numbers
-zero, but NaN in the place of infinity.
+two products of `y`. So does the kernel, with the same approximate instructions for `exp` and
+`1 / scale` as XLA's code for Hopper in JAX 0.12. Its quotient is equally accurate once rounded to
+bfloat16. On an H200 with JAX 0.11.2, rows agreed bit for bit, and scales differed by a rounding.
+With another `exp`, as in other versions, a few numbers may differ by one step of float8. NaN in a
+row makes its scale and all of its numbers NaN. Infinity makes the scale infinite and the numbers
+zero, except NaN at the infinity.
 
-*Threads.* A program has up to four warpgroups, and every so many-th row. A thread has vectors of
-eight columns, the same in every row: it keeps their scales of gate in registers, those of up in
-shared memory, and what it makes of a row in registers until the row's largest number is known.
+*Threads.* A thread block has up to four warpgroups, and strides over the rows. A thread has vectors
+of eight columns, the same in every row. It keeps their gate scales in registers, their up scales in
+shared memory, and its results of a row in registers until the row's largest number is known.
 
 *Copies.* Each thread copies its own columns of the next rows to shared memory (`cp.async`) and
-reads them there, so that nobody waits for another one's copies. As soon as it has read a vector,
-it starts to copy that of a later row to the same place. Warps meet once in a row.
+reads them there, so that no thread waits for another's copies. After reading a vector it starts to
+copy a later row's vector to the same place. Warps synchronize once per row.
 """
 
 import dataclasses
@@ -49,35 +49,35 @@ from sketchwalk_jax.pallas_kernels.config import num_multiprocessors, why_not_sw
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 scf: Any = typed_scf
 
-# These change how fast the kernel is, and no result.
-_WARPGROUPS = 4  # of a multiprocessor at a time; each thread then has at most 128 registers
-_VECTORS = 4  # of a thread, where there are warpgroups enough
-_ROWS = 4  # that are on their way to a program at a time, at most
-_IN_FLIGHT = 200 * 1024  # bytes of them, of all programs of a multiprocessor, at most
+# These change the speed of the kernel, not its results.
+_WARPGROUPS = 4  # per SM; each thread then has at most 128 registers
+_VECTORS = 4  # per thread, if there are enough warpgroups
+_ROWS = 4  # most rows in flight per thread block
+_IN_FLIGHT = 200 * 1024  # most bytes in flight per SM
 
 _VECTOR = 8  # columns, 16 bytes of bfloat16
 _CHUNK = 16  # bytes
-_SHARED = 227 * 1024  # bytes of a multiprocessor for all of its programs
-_OF_PROGRAM = 1024  # of which each program takes as many for itself
-_MOST_WARPS = 32  # of a program
-_LARGEST = 448.0  # of float8_e4m3fn
+_SHARED = 227 * 1024  # bytes of shared memory per SM
+_OF_PROGRAM = 1024  # of these, bytes reserved per thread block
+_MOST_WARPS = 32  # per thread block
+_LARGEST = 448.0  # largest float8_e4m3fn number
 _LEAST_SCALE = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """How rows are shared out.
+    """Distribution of rows over thread blocks.
 
     Attributes:
       rows: Rows.
       width: Columns.
-      warpgroups: Of a program.
-      slots: Rows that are on their way to a program.
-      programs: Programs in all.
+      warpgroups: Warpgroups per thread block.
+      slots: Rows in flight per thread block.
+      programs: Number of thread blocks.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -90,11 +90,11 @@ class _Tiling:
 
     @classmethod
     def of(cls, rows: int, width: int, *, interpret: bool) -> "_Tiling":
-        """The tiling for such rows."""
+        """Returns the tiling for `rows` rows of `width` columns."""
         of_warpgroup = _VECTOR * row_ops.THREADS
         warpgroups = min(-(-width // (of_warpgroup * _VECTORS)), _WARPGROUPS)
-        together = _WARPGROUPS // warpgroups  # programs of a multiprocessor
-        # Both arrays of a row take as much as the scales of one.
+        together = _WARPGROUPS // warpgroups  # thread blocks per SM
+        # Per column, both arrays of a row take 4 bytes, and so do the float32 scales of up.
         room = _SHARED // together - _OF_PROGRAM
         slots = min(room // (4 * width) - 1, _IN_FLIGHT // (4 * width * together), _ROWS)
         return cls(
@@ -108,29 +108,29 @@ class _Tiling:
 
     @property
     def threads(self) -> int:
-        """Threads of a program."""
+        """Threads per thread block."""
         return self.warpgroups * row_ops.THREADS
 
     @property
     def of_row(self) -> int:
-        """Vectors of a row."""
+        """Vectors per row."""
         return self.width // _VECTOR
 
     @property
     def vectors(self) -> int:
-        """Vectors of a thread; some have one less, or two if the last one is cut."""
+        """Most vectors per thread."""
         return -(-self.of_row // self.threads)
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Threads of a program; the interpreter runs all of them together."""
+        """Launch options; the interpreter runs all threads together."""
         if self.interpret:
             return {}
         return {"num_threads": self.warpgroups, "thread_name": "warpgroup"}
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Shared memory: rows on their way, scales of up, and the largest number of each warp."""
+        """Shared memory: rows in flight, up scales, and each warp's largest number."""
         return {
             "ring": plgpu.SMEM((self.slots, 2, self.width), jnp.bfloat16),
             "factors": plgpu.SMEM((self.width,), jnp.float32),
@@ -152,7 +152,7 @@ def _gate_rows(
     largest: Any,
     tiling: _Tiling,
 ) -> None:
-    """One program: every so many-th row."""
+    """Runs one thread block, which strides over the rows."""
     program = jax.lax.axis_index("program")
     read = gate, up, row_scales, gate_scales, up_scales
     if tiling.interpret:
@@ -175,7 +175,7 @@ def _gate_rows(
 
 
 class _Program:
-    """What one thread of a program does; every value here is one thread's."""
+    """The work of one thread; values are per thread."""
 
     def __init__(
         self,
@@ -198,14 +198,14 @@ class _Program:
         self._thread = mlir.thread()
         own = arith.muli(self._thread, _int(_CHUNK))
         self._ring = arith.addi(mlir.shared_pointer(ring), own)
-        # Halves of a vector's scales lie apart, so that threads side by side read side by side.
+        # The halves of a vector's scales are apart, so that adjacent threads read adjacent words.
         self._factors = arith.addi(mlir.shared_pointer(factors), own)
         self._largest = mlir.shared_pointer(largest)
 
     def run(self, first: ir.Value) -> None:
-        """All rows of the program."""
+        """Processes all rows of the thread block."""
         tiling, step = self._tiling, self._tiling.programs
-        of_slot = 4 * tiling.width  # bytes
+        of_slot = 4 * tiling.width  # bytes per slot
         for slot in range(tiling.slots):
             row = arith.addi(first, _int(slot * step))
             pointers, is_row = self._pointers(row), _is_less(row, tiling.rows)
@@ -218,7 +218,7 @@ class _Program:
         with ir.InsertionPoint(loop.body):
             row = arith.index_cast(mlir.i32(), loop.induction_variable)
             slot, turn, row_scale = loop.inner_iter_args
-            # Early, so that it arrives meanwhile.
+            # Load early to hide the latency.
             next_scale = self._row_scale(arith.addi(row, _int(step)))
             ahead = arith.addi(row, _int(tiling.slots * step))
             pointers, is_row = self._pointers(ahead), _is_less(ahead, tiling.rows)
@@ -232,7 +232,7 @@ class _Program:
                 )
                 own, most = _where_set(is_own, read, most)
                 found.append(own)
-                # What was read here is in registers.
+                # The slot's vector is in registers, so its place is free.
                 self._copy(pointers, place, vector, is_row)
             scale = _scale_of(self._over_program(most, turn))
             self._write(row, found, scale)
@@ -246,19 +246,19 @@ class _Program:
     # Memory
 
     def _is_own(self, vector: int) -> ir.Value | None:
-        """Whether the row has a vector of the thread; `None` if it has all of all threads."""
+        """Whether the thread's vector is within the row; `None` if all threads' vectors are."""
         first = vector * self._tiling.threads
         if first + self._tiling.threads <= self._tiling.of_row:
             return None
         return _is_less(self._thread, self._tiling.of_row - first)
 
     def _pointers(self, row: ir.Value) -> list[ir.Value]:
-        """Where a row's first vector of the thread begins, in both arrays."""
+        """Returns the addresses of the thread's first vector of a row, in both arrays."""
         place = self._place(row)
         return [mlir.address(x, place) for x in self._inputs]
 
     def _place(self, row: ir.Value) -> ir.Value:
-        """The first column of the thread in a row, among those of all rows: 64 bits."""
+        """Returns the offset of the thread's first column of a row, in 64 bits."""
         long = ir.IntegerType.get_signless(64)
         first = arith.extui(long, arith.muli(self._thread, _int(_VECTOR)))
         start = arith.muli(arith.extui(long, row), arith.constant(long, self._tiling.width))
@@ -267,7 +267,7 @@ class _Program:
     def _copy(
         self, pointers: list[ir.Value], place: ir.Value, vector: int, is_row: ir.Value
     ) -> None:
-        """Starts to copy a vector of both arrays, if it is there, as a group of copies."""
+        """Starts to copy a vector of both arrays, if it exists, as a group of copies."""
         is_own = self._is_own(vector)
         wanted = is_row if is_own is None else arith.andi(is_row, is_own)
         offset = _CHUNK * vector * self._tiling.threads
@@ -285,13 +285,13 @@ class _Program:
         _emit("cp.async.commit_group;")
 
     def _row_scale(self, row: ir.Value) -> ir.Value:
-        """The scale of a row's products, or of the last row's."""
+        """Loads the scale of a row, clamped to the last row."""
         row = arith.minsi(row, _int(self._tiling.rows - 1))
         (found,) = mlir.load(mlir.address(self._row_scales, row), 1, how=".nc")
         return found
 
     def _load_scales(self) -> list[list[ir.Value]]:
-        """Scales of gate of the thread's vectors; those of up go to shared memory."""
+        """Loads the gate scales of the thread's vectors; copies up scales to shared memory."""
         found, width = [], self._tiling.width
         column = arith.muli(self._thread, _int(_VECTOR))
         pointers = [mlir.address(x, column) for x in (self._gate_scales, self._up_scales)]
@@ -321,7 +321,7 @@ class _Program:
         return found
 
     def _write(self, row: ir.Value, found: list[list[ir.Value]], scale: ir.Value) -> None:
-        """Rounds what the thread has of a row, and writes it; one thread writes the scale."""
+        """Rounds and writes the thread's part of a row; one thread writes the scale."""
         inverse = _run("rcp.approx.f32 $0, $1;", scale)
         pointer = mlir.address(self._out, self._place(row))
         for vector, products in enumerate(found):
@@ -346,7 +346,7 @@ class _Program:
         gate_factors: list[ir.Value],
         most: ir.Value,
     ) -> tuple[list[ir.Value], ir.Value]:
-        """`y` of a vector, pairs in bfloat16, and the larger of it and `most`, also as pairs."""
+        """Returns a vector of `y` in bfloat16 pairs, and its magnitudes' maximum with `most`."""
         offset, width = _CHUNK * vector * self._tiling.threads, self._tiling.width
         read = functools.partial(mlir.load, count=4, space="shared")
         gate, up = (read(place, offset=offset + array * 2 * width) for array in range(2))
@@ -363,10 +363,10 @@ class _Program:
         return found, most
 
     def _over_program(self, most: ir.Value, turn: ir.Value) -> ir.Value:
-        """The largest number of a row, in the upper half of a word, from those of all threads.
+        """Returns a row's largest number over all threads, in the upper half of a word.
 
-        A warp writes what it has found in a place that it takes again after the next barrier but
-        one, when all have read it.
+        Two turns alternate: a warp reuses its place only after the barrier of the other turn, when
+        all warps have read it.
         """
         warps = self._tiling.warpgroups * row_ops.WARPS
         own = _run(_LARGER_HALF, most)
@@ -382,7 +382,7 @@ class _Program:
 
 
 def _scale_of(largest: ir.Value) -> ir.Value:
-    """`scale` of the module, as bits."""
+    """Returns `scale` of the module, as bits."""
     code = (
         f"{{ .reg .pred p; .reg .b32 x; mul.rn.f32 x, $1, {_hex(1 / _LARGEST)}; "
         f"max.NaN.f32 x, x, {_hex(_LEAST_SCALE)}; setp.eq.f32 p, $1, 0f00000000; "
@@ -392,7 +392,7 @@ def _scale_of(largest: ir.Value) -> ir.Value:
 
 
 def _where_set(flag: ir.Value | None, read: Any, most: ir.Value) -> tuple[list[ir.Value], ir.Value]:
-    """What `read` finds if the flag is set or there is none, else zeros and `most`."""
+    """Returns `read()` if the flag is set or `None`, else zeros and `most`."""
     if flag is None:
         return read()
     pairs = _VECTOR // 2
@@ -407,7 +407,7 @@ def _where_set(flag: ir.Value | None, read: Any, most: ir.Value) -> tuple[list[i
 
 
 def _when_set(flag: ir.Value | None, body: Any) -> None:
-    """Runs `body` if the flag is set, or there is none."""
+    """Runs `body` if the flag is set or `None`."""
     if flag is None:
         body()
         return
@@ -424,16 +424,16 @@ def _emit(code: str, *operands: ir.Value) -> None:
 
 
 def _hex(number: float) -> str:
-    """A number of float32 as the assembler reads it exactly."""
+    """Formats a float32 number exactly, in PTX's hexadecimal notation."""
     return f"0f{np.float32(number).view(np.uint32):08X}"
 
 
-# Pairs in bfloat16 as two numbers in float32, `a` the lower half.
+# Unpacks a bfloat16 pair to two float32 numbers, `a` from the lower half.
 _UNPACK = "shl.b32 a, {0}, 16; and.b32 b, {0}, 0xffff0000;"
 _PACK = "cvt.rn.bf16x2.f32 {0}, b, a;"
-# The quotient is a quarter of the reciprocal of a quarter of the sum. The instruction by itself
-# returns zero in the place of a quotient below the smallest normal number. What `ex2` returns zero
-# for is lost in the sum anyway.
+# The quotient is a quarter of the reciprocal of a quarter of the sum: the instruction returns zero
+# for reciprocals below the smallest normal number. Where `ex2` returns zero, the sum loses the
+# number anyway.
 _QUARTER = "0x3E803E80"
 _PRODUCT = " ".join(
     (
@@ -458,10 +458,10 @@ _PRODUCT = " ".join(
         "mul.rn.bf16x2 x, gate, x; mul.rn.bf16x2 $0, x, up; }",
     )
 )
-# Numbers without their signs are in the order of their bits, NaN the largest.
+# Without their signs, numbers compare like their bits, with NaN the largest.
 _LARGER = "{ .reg .b32 x; and.b32 x, $2, 0x7fff7fff; max.u16x2 $0, $1, x; }"
 _LARGER_HALF = "{ .reg .b32 x; shl.b32 x, $1, 16; and.b32 $0, $1, 0xffff0000; max.u32 $0, $0, x; }"
-# Four numbers, in two words, times a factor.
+# Multiplies four numbers, in two words, by a factor and rounds them.
 _ROUND = " ".join(
     (
         "{ .reg .b32 a, b; .reg .b16 x, y;",
@@ -485,11 +485,11 @@ def _gate_interpreted(
     scales: Any,
     row: Array,
 ) -> None:
-    """One row, with the roundings of the kernel."""
+    """Computes one row, with the roundings of the kernel."""
     row_scale = row_scales[row]
 
     def rounded(x: Array) -> Array:
-        """To bfloat16; a mere conversion there and back compilers may leave out."""
+        """Rounds to bfloat16 explicitly; compilers may drop a conversion there and back."""
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
     gate, up = (
@@ -515,22 +515,22 @@ def swiglu_quantize_kernel(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T F"], Float32[Array, "T"]]:
-    """`q` and `scale` of the module: rows of a gated mlp in eight bits.
+    """Computes `q` and `scale` of the module: SwiGLU rows in float8.
 
     Args:
-      gate: Products of rows with the weights of gate, `g`.
-      up: Likewise with those of up, `u`.
-      row_scales: What a row's products are to be multiplied by, `r`.
-      gate_scales: What the columns of gate are, `s`.
-      up_scales: What those of up are, `s'`.
+      gate: Products of rows with the gate weights, `g`.
+      up: Products of rows with the up weights, `u`.
+      row_scales: Scales of the rows, `r`.
+      gate_scales: Scales of the gate columns, `s`.
+      up_scales: Scales of the up columns, `s'`.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
       `q` in float8_e4m3fn, and `scale`.
 
     Raises:
-      ValueError: If there are no rows, or columns are no multiple of 8 or too many for the memory
-        of a multiprocessor (`config.why_not_swiglu_quantize`).
+      ValueError: If there are no rows, or columns are no multiple of 8 or too many for an SM's
+        shared memory (`config.why_not_swiglu_quantize`).
 
     Example:
       >>> x, one = jnp.ones((2, 128), jnp.bfloat16), jnp.ones(128)

@@ -1,1 +1,1 @@
-"""Keys in four bits, and a token's key and value written to their caches."""
+"""Quantization of keys to four bits, and cache writes of a token's key and value."""

@@ -1,6 +1,6 @@
-"""Keys quantised to four bits, and a token's key and value written to their caches.
+"""Quantizes keys to four bits, and writes a token's key and value to the caches.
 
-A function returns `None` where no kernel takes the call; the policy then runs plain JAX.
+The functions return `None` if no kernel supports the call; the policy then uses plain JAX.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ def block_codes(
     write: Any = None,
     kernel_config: KernelConfig,
 ) -> tuple[Array, ...] | None:
-    """The arrays of `BlockCodes` of all layers with those of a span's keys in one, bit for bit.
+    """Adds a span of keys to one layer of `BlockCodes`, bit for bit as plain JAX does.
 
-    Of the keys the slow half of the channels. With a `TokenWrite` the token is written to the
-    caches as well, and these follow.
+    It quantizes the slow half of the keys' channels. With a `TokenWrite` it also writes the token
+    to the caches, and returns these after the arrays.
     """
     code, _, _, unfinished = codes
     head_dim = key.shape[-1]
@@ -53,7 +53,7 @@ def block_codes(
 def write_token(
     key: Float[Array, "B 1 K H"], write: Any, span: Any, *, kernel_config: KernelConfig
 ) -> tuple[Array, Array] | None:
-    """The caches of a `TokenWrite` with the token in them, in place under `jit`."""
+    """Writes the token of a `TokenWrite` to the caches, in place under `jit`."""
     is_right = key.dtype == write.value.dtype == write.keys.dtype == write.values.dtype
     if not is_right or key.shape[2] * key.shape[3] % WRITTEN_CHANNELS:
         return None

@@ -1,23 +1,24 @@
-"""Four bits of what every key is beside its block, on NVIDIA GPUs, written where they belong.
+"""Quantizes the keys of blocks to four bits on NVIDIA GPUs, in place.
 
-Channel by channel, over the keys `s` of a block (`policies.block_codes.encode`):
+Per channel, over the keys `s` of a block (`policies.block_codes.encode`), with zero point `centre`
+and scale `step`:
 
     low, high = min_s k_s, max_s k_s,   centre = bfloat16((low + high) / 2)
     step = least power of two that is >= max(high - centre, centre - low) / 7
     code_s = round((k_s - centre) / step),   in -7 .. 7
 
-to the same bits, in the slow half of the channels. Rounding keeps order, so that the extremes alone
-tell how far any key is from the centre.
+This gives the same bits as `encode`, in the slow half of the channels. Rounding is monotonic, so
+the extremes determine the largest distance from the zero point.
 
-A program has one block of one key/value head. Keys go from memory to registers, 16 to a warp; a
+A thread block has one block of one key/value head. Keys go from memory to registers, 16 per warp; a
 thread has two adjacent channels of a quarter or half of those, in both runs of slow channels. So
-the two codes of a byte are made in one thread, and only the extremes cross threads. With a head_dim
-of 128, 128 bytes of each key are read, once, and 32 bytes of codes are written.
+one thread makes both quantized numbers of a byte, and only the extremes cross threads. With a
+head_dim of 128, each key costs 128 bytes of reads and 32 bytes of writes.
 
-The arrays of codes are those of all layers and stay in place: a program writes its own block, and
-nothing else moves. The program of the first row also goes on with the unfinished block of the last
-call and leaves that of this one. A decoded token is one new key of such a block, which the programs
-may write to the cache as well, with its value: a launch less.
+The arrays hold all layers and stay in place: a thread block writes only its own block. The first
+one also continues the previous call's unfinished block and stores the new unfinished block. A
+decoded token adds one key to such a block; the thread blocks can write that key and its value to
+the cache as well, which saves a launch.
 """
 
 import dataclasses
@@ -33,28 +34,28 @@ from jaxtyping import Array, Bool, Float, Int, Int8, UInt8
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.scaled import power_of_two, replace
 
-_KEYS = 64  # of a block
+_KEYS = 64  # per block
 _FLAGS = 16  # loaded at a time
-_NO_KEY = -128  # in the place of a step
+_NO_KEY = -128  # scale exponent of a block without keys
 _MIN_STEP, _MAX_STEP = -9, 6
 _LARGEST_CODE = 7.0
-# Beyond the mantissa of 7/4: what carries into the exponent, of all numbers above 7 times a power
-# of two and of no other.
+# Complement of 7/4's mantissa: adding it carries into the exponent for all numbers above 7 times a
+# power of two, and no others.
 _CARRY = (1 << 23) - 1 - (3 << 21)
-# Of a sum with this the low bits are the other number, rounded to even, as a two's complement.
+# The low bits of `x + _ROUNDER` are `x`, rounded to nearest even, in two's complement.
 _ROUNDER = 1.5 * 2.0**23
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
-      blocks: Blocks that there is room for.
-      rows: Blocks of the call.
+      blocks: Blocks per sequence in the arrays.
+      rows: Blocks per sequence in the call.
       quarter: Channels in each of the two slow runs.
-      is_token: Whether the call has one key of each sequence, anywhere in its block; a value may
-        follow it.
+      is_token: Whether the call has one key per sequence, anywhere in its block, and maybe its
+        value.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -66,25 +67,25 @@ class _Sizes:
 
     @property
     def layout(self) -> Any:
-        """Of the keys of a block."""
+        """Layout of the keys of a block."""
         return row_ops.key_layout(self.quarter)
 
     def run(self, half: int) -> Any:
-        """One of the two runs of slow channels, among those of the codes."""
+        """Returns the slice of one of the two runs of slow channels, in the quantized arrays."""
         return pl.ds(half * self.quarter, self.quarter)
 
     def slow(self, half: int) -> Any:
-        """The same run among the channels of a key: `d` and `d + H/2` turn together."""
+        """Returns the same run in a key's channels: RoPE rotates `d` and `d + H/2` together."""
         return pl.ds((2 * half + 1) * self.quarter, self.quarter)
 
     def write_token(self, new: Any, target: Any) -> None:
-        """Copies a head of a key or value."""
+        """Copies one head of a key or value."""
         for start in range(0, 4 * self.quarter, self.quarter):
             run = pl.ds(start, self.quarter)
             ops.write(target.at[run], ops.read(new.at[run], self.layout.reduce(0)))
 
     def spread(self, vector: Array) -> Array:
-        """A number of each channel for all keys."""
+        """Broadcasts one number per channel to all keys."""
         shape = (_KEYS, self.quarter)
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, (1,)), self.layout)
 
@@ -102,9 +103,9 @@ def _observe(
     *cache: Any,
     sizes: _Sizes,
 ) -> None:
-    """One program: one block of one key/value head.
+    """Runs one thread block: one block of one key/value head.
 
-    `cache` is that of keys, that of values, and the layer in them, where a token is to be written.
+    `cache` is empty, or the key cache, the value cache and their layer, to write the token to.
     """
     batch, row, head = (jax.lax.axis_index(name) for name in ("batch", "row", "head"))
     which, length = layer[0], end[batch]
@@ -113,23 +114,23 @@ def _observe(
         is_new = valid[batch, 0]
     else:
         block = first_block[batch] + row
-        # Valid ones are adjacent, so that a row that has some begins or ends with one, unless they
-        # are all in it: then it is the first.
+        # Valid keys are adjacent. So a row with valid keys begins or ends with one, unless it
+        # contains all of them; then it is the first row.
         begin = row * _KEYS
         is_new = (row == 0) | valid[batch, begin] | valid[batch, begin + _KEYS - 1]
         is_new = is_new & (length > block * _KEYS)
     is_new = is_new & (block < sizes.blocks)
-    left = length - block * _KEYS  # keys of this block that there are
+    left = length - block * _KEYS  # keys in this block
     place = plgpu.broadcasted_iota(jnp.int32, (_KEYS, sizes.quarter), 0, layout=sizes.layout)
 
     def load(row: Any) -> list[Array]:
-        """The keys of a row of the call."""
+        """Reads the keys of one of the call's blocks."""
         rows = pl.ds(row * _KEYS, _KEYS)
         keys = (key.at[batch, rows, head, sizes.slow(half)] for half in range(2))
         return [ops.read(one, sizes.layout) for one in keys]
 
     def old() -> list[Array]:
-        """The keys of the block that the last call ended in."""
+        """Reads the previous call's unfinished block."""
         kept = (unfinished.at[which, batch, :, head, sizes.run(half)] for half in range(2))
         return [ops.read(one, sizes.layout) for one in kept]
 
@@ -171,21 +172,21 @@ def _observe(
         def count(part: Any, found: Any) -> Any:
             places = [part * _FLAGS + c for c in range(_FLAGS)]
             before = [(c < left) & jnp.logical_not(valid[batch, c]) for c in places]
-            # Else all would be loaded at once, for which there are no registers.
+            # Without a barrier all loads would be in flight at once and exceed the registers.
             row_ops.barrier(interpret=sizes.interpret)
             return functools.reduce(jnp.add, [one.astype(jnp.int32) for one in before], found)
 
-        # Keys that there are and are not new come before those that are.
+        # Count the block's old keys, which precede the new ones.
         begin = jax.lax.fori_loop(0, _KEYS // _FLAGS, count, jnp.int32(0))
 
         @pl.when(begin < jnp.minimum(left, _KEYS))
         def _() -> None:
             is_old = place < begin
             keep([jnp.where(is_old, y, x) for x, y in zip(load(0), old(), strict=True)])
-            # Read again after that: both in registers would leave room for fewer programs.
+            # Read the block again: both in registers would allow fewer thread blocks per SM.
             row_ops.barrier(interpret=sizes.interpret)
             write(old())
-            # The block that the last key is in, which the next call may go on with.
+            # The block of the last key, which the next call may continue.
             last = jnp.minimum(jax.lax.div(left, _KEYS), sizes.rows - 1)
 
             @pl.when(last > 0)
@@ -202,7 +203,7 @@ def _observe(
 def _encode(
     halves: list[Array], is_present: Array, *, sizes: _Sizes
 ) -> tuple[Array, list[Array], list[Array]]:
-    """Codes, two in a byte, and of both runs of channels the centres and steps."""
+    """Returns quantized keys, two per byte, and zero points and scales of both channel runs."""
     halves = [x.astype(jnp.float32) for x in halves]
     is_finite = (jnp.abs(halves[0]) < jnp.inf) & (jnp.abs(halves[1]) < jnp.inf)
     lost = row_ops.any_of_key(jnp.logical_not(is_finite), interpret=sizes.interpret)
@@ -216,7 +217,7 @@ def _encode(
         middle = centre.astype(jnp.float32)
         farthest = jnp.where(has_key, jnp.maximum(high - middle, middle - low), 0.0)
         bits = jax.lax.bitcast_convert_type(farthest, jnp.int32)
-        step = jnp.right_shift(bits + _CARRY, 23) - 129  # less 2, which is the exponent of 7
+        step = jnp.right_shift(bits + _CARRY, 23) - 129  # 127, plus 2 for 7's exponent
         step = jnp.minimum(jnp.maximum(step, _MIN_STEP), _MAX_STEP)
         away = jnp.where(counts, x - sizes.spread(middle), 0.0) * sizes.spread(power_of_two(-step))
         away = jnp.minimum(jnp.maximum(away, -_LARGEST_CODE), _LARGEST_CODE) + _ROUNDER
@@ -241,24 +242,24 @@ def quantize_keys_kernel(
     write: tuple[Array, Array, Array, Array] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
-    """The statistics of all layers with a call's keys put into one; in place under `jit`.
+    """Adds a call's keys to one layer of the quantized keys; in place under `jit`.
 
     Args:
-      code: As `BlockCodes` has it, of blocks of 64 keys.
-      centre: Likewise.
-      step: Likewise.
-      unfinished: Likewise, in 16 bits, of 32 or 64 channels.
-      key: Keys of the same type, in all channels: of whole rows, or one of each sequence.
-      valid: Which of them are new: adjacent ones, up to `end`, from the first row on.
-      first_block: Block of the first row; of single keys any number.
-      end: Keys of each sequence, with the new ones.
-      layer: Which layer's they are.
-      write: Of single keys: their values `[B, 1, K, H]`, the caches of keys and values
-        `[Lc, B, S, K, H]` that both are to be written to, and the layer in these.
+      code: Quantized keys as in `BlockCodes`, in blocks of 64 keys.
+      centre: Zero points, likewise.
+      step: Exponents of the scales, likewise.
+      unfinished: Keys of each unfinished block, likewise, 16 bits and 32 or 64 channels.
+      key: Keys of the same type in all channels: of whole blocks, or one per sequence.
+      valid: Mask of the new keys, which are adjacent, begin in the first block and end at `end`.
+      first_block: Index of the first block; ignored for single keys.
+      end: Number of keys in each sequence, including the new ones.
+      layer: Layer of the keys.
+      write: For single keys: their values `[B, 1, K, H]`, the key and value caches
+        `[Lc, B, S, K, H]` to write both to, and the layer in these.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Code, centre, step and unfinished, and both caches if there are any.
+      The updated `code`, `centre`, `step` and `unfinished`, and both caches if given.
     """
     batch, tokens, kv_heads, head_dim = key.shape
     sizes = _Sizes(
@@ -272,7 +273,7 @@ def quantize_keys_kernel(
         functools.partial(_observe, sizes=sizes),
         grid=(batch, sizes.rows, kv_heads),
         grid_names=("batch", "row", "head"),
-        # Threads read of what they write their own part alone: of the unfinished block.
+        # No barriers: of the unfinished block, threads read only what they wrote themselves.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=ops.interpreter(interpret),
         kernel_name="block_codes",

@@ -1,6 +1,6 @@
-"""The key and value of a decoded token, written to their caches on NVIDIA GPUs in one launch.
+"""Writes a decoded token's key and value to their caches on NVIDIA GPUs, in one launch.
 
-A program has one sequence and one of the two arrays; each thread copies some adjacent channels.
+A thread block has one sequence and one of the two arrays; each thread copies adjacent channels.
 """
 
 import functools
@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.pallas_kernels.lib import ops
 from sketchwalk_jax.pallas_kernels.lib.row_ops import THREADS
 
-_WIDEST = 16  # bytes that a thread copies at a time
+_WIDEST = 16  # most bytes that a thread copies at a time
 
 
 def _write(
     new: Any, valid: Any, end: Any, layer: Any, keys: Any, values: Any, *, layout: Any
 ) -> None:
-    """One program: one key or value of all heads."""
+    """Runs one thread block: the key or value of one token, in all heads."""
     batch, which = jax.lax.axis_index("batch"), jax.lax.axis_index("array")
     position = end[batch] - 1
     for index, cache in enumerate((keys, values)):
@@ -43,17 +43,16 @@ def write_token_kernel(
     end: Int[Array, "B"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "L B S K H"], Float[Array, "L B S K H"]]:
-    """The caches with one token of each sequence in one layer; in place under `jit`.
+    """Writes one token per sequence to one layer of the caches; in place under `jit`.
 
     Args:
-      key: The token's keys, of a multiple of 128 channels in all heads.
-      value: Its values.
+      key: The tokens' keys; all heads together have a multiple of 128 channels.
+      value: The tokens' values.
       keys: Keys of all layers, of the same type.
       values: Values of all layers.
       layer: The layer.
-      valid: Which sequences have a token.
-      end: Keys of each sequence with it; it stands at `end - 1`, and is dropped where there is no
-        room.
+      valid: Whether each sequence has a token.
+      end: Keys per sequence including the token, which goes to `end - 1`, or is dropped if full.
       interpret: Whether the interpreter runs the kernel.
     """
     shape, width = keys.shape, keys.shape[3] * keys.shape[4]
@@ -72,7 +71,7 @@ def write_token_kernel(
         kernel_name="write_token",
     )
     refs = [jax.new_ref(x.reshape(*shape[:3], width)) for x in (keys, values)]
-    # One array of both, so that XLA makes both in one launch.
+    # One array for both, so that XLA computes both in one launch.
     new = jnp.concatenate([key, value], axis=1).reshape(shape[1], 2, width)
     kernel(new, valid, end.astype(jnp.int32), layer.astype(jnp.int32)[None], *refs)
     keys, values = (jax.freeze(ref).reshape(shape) for ref in refs)

@@ -1,1 +1,1 @@
-"""Instructions and layouts that kernels of several operations share."""
+"""Instructions and layouts shared by the kernels."""

@@ -1,4 +1,4 @@
-"""Words of the compiler's own language (MLIR), for what kernels do with single threads."""
+"""Helpers that emit MLIR for per-thread code in kernels."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,60 +11,60 @@ from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, nvvm, vector
 from jaxlib.mlir.dialects import llvm as typed_llvm
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 llvm: Any = typed_llvm
 
 LANES = 32  # threads of a warp
-_ALL_LANES = -1  # as a mask
-_SWIZZLE = 1  # of whole lines, in a descriptor
+_ALL_LANES = -1  # bit mask
+_SWIZZLE = 1  # descriptor code for 128-byte swizzle
 
 
 def integer_type() -> Any:
-    """What a function returns that gives one integer to all threads."""
+    """Returns the result type of a function that gives one integer to all threads."""
     return plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
 
 
 def as_array(value: ir.Value) -> mgpu.FragmentedArray:
-    """An integer that all threads have, as an array."""
+    """Wraps an integer that is equal in all threads as an array."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
 def i32() -> ir.Type:
-    """The type of 32-bit integers."""
+    """Returns the type of 32-bit integers."""
     return ir.IntegerType.get_signless(32)
 
 
 def constant(value: int) -> ir.Value:
-    """An integer that is known."""
+    """Returns a constant 32-bit integer."""
     return arith.constant(i32(), value)
 
 
 def index(value: ir.Value) -> ir.Value:
-    """An integer as an index of memory."""
+    """Converts an integer to the index type."""
     return arith.index_cast(ir.IndexType.get(), value)
 
 
 def address(ref: ir.Value, place: ir.Value) -> ir.Value:
-    """The address of an entry of global memory, counted through all axes."""
+    """Returns the address of an entry of global memory, by its flat index."""
     kind = ir.MemRefType(ref.type).element_type
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [place], kind)
 
 
 def shared_pointer(ref: ir.Value) -> ir.Value:
-    """The address of shared memory."""
+    """Returns the address of shared memory."""
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref))
 
 
 def unpack_bfloat16(word: ir.Value) -> list[ir.Value]:
-    """Two numbers in bfloat16 as float32."""
+    """Converts two packed bfloat16 numbers to float32."""
     low = arith.shli(word, constant(16))
     high = arith.andi(word, constant(-(1 << 16)))
     return [arith.bitcast(ir.F32Type.get(), x) for x in (low, high)]
 
 
 def scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """What one thread holds of an array, in order."""
+    """Returns the registers of one thread's part of an array, in order."""
     found: list[ir.Value] = []
     for x in array.registers.flat:
         places = range(x.type.shape[0]) if isinstance(x.type, ir.VectorType) else ()
@@ -74,22 +74,22 @@ def scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 def thread() -> ir.Value:
-    """Number of the thread in its program."""
+    """Returns the index of the thread in its thread block."""
     return arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
 
 
 def lane() -> ir.Value:
-    """Number of the thread in its warp."""
+    """Returns the index of the thread in its warp."""
     return arith.andi(thread(), constant(LANES - 1))
 
 
 def warp() -> ir.Value:
-    """Number of the warp in its program."""
+    """Returns the index of the warp in its thread block."""
     return arith.shrui(thread(), constant(LANES.bit_length() - 1))
 
 
 def ballot(predicate: ir.Value) -> ir.Value:
-    """For which lanes of the warp a predicate holds, one bit for each."""
+    """Returns a mask of the warp's lanes for which a predicate holds."""
     kind = nvvm.VoteSyncKind.ballot
     return nvvm.vote_sync(constant(_ALL_LANES), predicate, kind, results=[i32()])
 
@@ -114,10 +114,10 @@ def power_of_two(exponent: ir.Value) -> ir.Value:
 
 
 def descriptors(ref: ir.Value, firsts: Iterable[int], *, stride: int) -> list[ir.Value]:
-    """Where an operand of a product lies, for each instruction: address, stride, and swizzle.
+    """Returns each instruction's descriptor of its operand: address, stride, and swizzle.
 
     Args:
-      ref: Shared memory, lines of 128 bytes, swizzled whole.
+      ref: Shared memory in lines of 128 bytes, swizzled over the whole line.
       firsts: First byte of each instruction in its lines.
       stride: Bytes from eight lines to the next eight.
     """
@@ -130,14 +130,14 @@ def descriptors(ref: ir.Value, firsts: Iterable[int], *, stride: int) -> list[ir
 
 
 def run(code: str, *operands: ir.Value) -> ir.Value:
-    """One integer of an instruction or a few."""
+    """Emits PTX code that returns one integer."""
     return mgpu.utils.inline_ptx(code, *operands, result_types=i32())
 
 
 def multiply(
     kind: str, left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
 ) -> list[ir.Value]:
-    """`total + left · right`, of 16 rows, 16 channels and 8 columns."""
+    """Returns `total + left · right`, of 16 rows, 16 channels and 8 columns."""
     code = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
@@ -165,7 +165,7 @@ def load(
     how: str = "",
     space: str = "global",
 ) -> list[ir.Value]:
-    """So many adjacent words of memory; starts at once. Zeros unless the flag is set."""
+    """Starts to load adjacent words of memory; without a set flag they are zeros."""
     targets = [f"${index}" for index in range(count)]
     names = targets[0] if count == 1 else f"{{{', '.join(targets)}}}"
     vector = "" if count == 1 else f".v{count}"
@@ -182,7 +182,7 @@ def load(
 
 
 def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None:
-    """Writes one, two or four adjacent numbers of 32 bits to global memory."""
+    """Writes one, two or four adjacent 32-bit numbers to global memory."""
     targets = [f"${1 + index}" for index in range(len(values))]
     names = targets[0] if len(values) == 1 else f"{{{', '.join(targets)}}}"
     vector = "" if len(values) == 1 else f".v{len(values)}"
@@ -193,7 +193,7 @@ def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None
 def multiply_halves(
     left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
 ) -> list[ir.Value]:
-    """`multiply` of float16 whose sums are float16, too: two columns to a word."""
+    """Like `multiply`, for float16 numbers with float16 sums, two columns per word."""
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 "
         "{$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};"

@@ -1,16 +1,16 @@
-"""Products of single warps (`mma.sync`) and copies of single threads (`cp.async`), from Ampere on.
+"""Warp-level products (`mma.sync`) and per-thread copies (`cp.async`), from Ampere on.
 
-Every NVIDIA GPU of compute capability 8.0 or higher has these instructions, Hopper and Blackwell
-too. Pallas has a product (`plgpu.mma`) and a copy that becomes `cp.async`, but that copy is for
-GPUs before Hopper alone and takes no sizes that depend on a row. So both are emitted here, and a
-kernel is the same code on all of these GPUs.
+Every NVIDIA GPU of compute capability 8.0 or higher has these instructions, including Hopper and
+Blackwell. Pallas has a product (`plgpu.mma`) and a copy that becomes `cp.async`, but that copy
+supports only GPUs before Hopper and no sizes that depend on a row. So this module emits both, and
+kernels have the same code on all of these GPUs.
 
-Matrices lie in shared memory as `ops.tiled` places them: tiles of 8 rows of 128 bytes, in which
-the 16 bytes (a chunk) `c` of row `r` lie at place `c ^ r`. A warp reads four tiles of 8 rows of one
-chunk each at a time (`ldmatrix`) without bank conflicts. In registers, sums lie as
-`ops.ACCUMULATOR` says: warp `w` of a warpgroup has rows `16 w` to `16 w + 15` of each 64.
+Matrices in shared memory have the layout of `ops.tiled`: tiles of 8 rows of 128 bytes, in which the
+chunk `c` (16 bytes) of row `r` is at place `c ^ r`. A warp reads four tiles of 8 rows of one chunk
+each at a time (`ldmatrix`) without bank conflicts. In registers, sums have the layout
+`ops.ACCUMULATOR`: warp `w` of a warpgroup has rows `16 w` to `16 w + 15` of each 64.
 
-Each function has a stand-in for Pallas' interpreter, where copies are done at once.
+Each function has an implementation for Pallas' interpreter, where copies complete immediately.
 """
 
 import functools
@@ -31,11 +31,11 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
 
-arith: Any = typed_arith  # its annotations lack the operands that its functions take
+arith: Any = typed_arith  # the module's type annotations lack its functions' operands
 
-PAGE = 16  # rows that are copied together
-NOBODY = 64  # more than any query's place in a tile
-_WARPS, _THREADS = 4, 128  # of a warpgroup
+PAGE = 16  # rows per copied page
+NOBODY = 64  # beyond any query's place in a tile: no query sees the value
+_WARPS, _THREADS = 4, 128  # per warpgroup
 _ROWS = _WARPS * PAGE
 _CHUNK, _LINE, _TILE = 16, 128, 1024  # bytes of a chunk, of a tile's row, of a tile
 _PER_LINE = _LINE // _CHUNK
@@ -54,14 +54,13 @@ def copy_pages(
     *,
     interpret: bool,
 ) -> None:
-    """Starts to copy pages of 16 rows, of a warpgroup's threads each its chunks.
+    """Starts to copy pages of 16 rows; each thread of the warpgroup copies its own chunks.
 
     Args:
       source: `[S, H]` in global memory, 16-bit numbers.
       target: `[16 · pages, H]` in shared memory, `ops.tiled`.
       firsts: The first row of each page in `source`.
-      rooms: How many rows there are of each page, any integer; the others become zeros and are not
-        read.
+      rooms: Number of existing rows per page, any integer; missing rows become zeros, unread.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -93,14 +92,14 @@ def copy_own_pages(
     *,
     interpret: bool,
 ) -> None:
-    """Starts to copy a page of 16 rows for each warp, of its threads each its chunks.
+    """Starts to copy one page of 16 rows per warp; each thread copies its own chunks.
 
     Args:
       source: `[S, H]` in global memory, 16-bit numbers.
-      target: `[64, H]` in shared memory, `ops.tiled`, of which each warp gets its own 16 rows.
-      firsts: A number of each warp: the first row of its page in `source`.
-      rooms: Likewise: how many rows there are of it, any integer; the others become zeros and are
-        not read.
+      target: `[64, H]` in shared memory, `ops.tiled`; each warp fills its own 16 rows.
+      firsts: The first row of each warp's page in `source`, a `warp_numbers` vector.
+      rooms: Number of existing rows in each warp's page, likewise, any integer; missing rows become
+        zeros and are not read.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -122,7 +121,7 @@ def copy_own_pages(
 def _start_copies(
     source: ir.Value, chunks: "_Chunks", firsts: Sequence[ir.Value], rooms: Sequence[ir.Value]
 ) -> None:
-    """Starts to copy a thread's chunks of pages."""
+    """Starts to copy the thread's chunks of pages."""
     stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
     start = _global_pointer(source)
     inside = arith.muli(chunks.row, _constant(stride * 2))
@@ -151,20 +150,20 @@ def _start_copies(
 
 
 def commit_copies(*, interpret: bool) -> None:
-    """What this thread has started to copy since the last call is a group, which may be empty."""
+    """Closes a group of all copies that this thread started since the last call; may be empty."""
     _emit("cp.async.commit_group;", interpret)
 
 
 def wait_copies(in_flight: int, *, interpret: bool) -> None:
-    """Waits until at most so many of this thread's groups are under way, the last ones.
+    """Waits until at most the last `in_flight` of this thread's groups are still copying.
 
-    Other threads know of that after a barrier.
+    Other threads see the copies only after a barrier.
     """
     _emit(f"cp.async.wait_group {in_flight};", interpret)
 
 
 def warp_barrier(*, interpret: bool) -> None:
-    """Waits for the other threads of the warp, and knows then what they have written and copied."""
+    """Waits for the warp's other threads and makes their writes and copies visible."""
     _emit("bar.warp.sync 0xffffffff;", interpret)
 
 
@@ -179,13 +178,13 @@ def _emit(code: str, interpret: bool) -> None:
 
 
 def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool) -> None:
-    """Writes rows of shared memory to global memory, 16 bytes of a thread at a time.
+    """Writes rows of shared memory to global memory, 16 bytes per thread at a time.
 
     Args:
       source: `[M, H]` in shared memory, `ops.tiled`.
-      target: `[R, H]` in global memory, which takes the rows from `first` on.
-      first: A multiple of 16.
-      is_wanted: Nothing is written unless it is true.
+      target: `[R, H]` in global memory.
+      first: First of the `R` rows of `source` to write, a multiple of 16.
+      is_wanted: Whether to write.
       interpret: Whether the interpreter runs the kernel.
     """
     height, width = target.shape
@@ -229,7 +228,7 @@ def write_vector(
       vector: Float32, in `ops.BY_ROW`.
       target: `[64]` in global memory.
       first: The first of the numbers, a multiple of 64.
-      is_wanted: Nothing is written unless it is true.
+      is_wanted: Whether to write.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -244,7 +243,7 @@ def write_vector(
     def write(_: Any, vector: Any, target: Any, is_wanted: Any) -> None:
         thread = _own_thread(anew=True)
         wanted = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalars(is_wanted)[0], _constant(0))
-        # Four threads have the same numbers, of a row and of the one 8 below.
+        # Four threads have the same two numbers, of a row and of the row 8 below.
         is_first = arith.cmpi(
             arith.CmpIPredicate.eq, arith.andi(thread, _constant(3)), _constant(0)
         )
@@ -261,7 +260,7 @@ def write_vector(
 
 
 def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
-    """An integer that the compiler does not know: it unrolls no loop of that many rounds."""
+    """Hides an integer from the compiler, so that it does not unroll a loop of that length."""
     if interpret:
         return jnp.int32(value)
 
@@ -274,13 +273,13 @@ def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
     return make()
 
 
-# One token: 16 rows of its heads in each warp, which has keys of its own
+# One token: each warp has the 16 rows of heads, and its own keys
 
 
 def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
-    """Of each warp of a warpgroup its number, which its 16 rows have, in `ops.BY_ROW`.
+    """Returns each warp's index in the warpgroup, repeated over its 16 rows, in `ops.BY_ROW`.
 
-    So lies every number of a warp: what is computed from these is one number in each thread.
+    All per-warp numbers have this layout, in which each thread holds one number.
     """
     if interpret:
         return jnp.arange(_ROWS, dtype=jnp.int32) // PAGE
@@ -293,7 +292,7 @@ def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
 
 
 def read_for_warps(source: Any, places: Int[Array, "64"], *, interpret: bool) -> Int[Array, "64"]:
-    """Integers `[P]` of global memory at a place of each warp."""
+    """Reads integers `[P]` of global memory, at one place per warp."""
     if interpret:
         return source[...][places]
 
@@ -305,19 +304,19 @@ def read_for_warps(source: Any, places: Int[Array, "64"], *, interpret: bool) ->
 
 
 def _of_warp(value: ir.Value) -> mgpu.FragmentedArray:
-    """A number of each warp: each thread has it for its row and for the one 8 below."""
+    """Wraps a per-warp number: each thread has it for its row and the row 8 below."""
     return _by_row([value] * 2, is_signed=True)
 
 
 def _by_row(numbers: list[ir.Value], *, is_signed: bool | None = None) -> mgpu.FragmentedArray:
-    """A vector of 64 rows, of which a thread has two."""
+    """Wraps a vector of 64 rows, two per thread."""
     one = ir.VectorType.get((1,), numbers[0].type)
     registers = [vector.from_elements(one, [x]) for x in numbers]
     return _of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
 
 
 def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
-    """Queries `[n, H]` of at most 16 heads, from global memory, the same in each warp.
+    """Reads queries `[n, H]` of at most 16 heads from global memory, the same in each warp.
 
     Rows beyond `n` repeat the last one.
     """
@@ -333,7 +332,7 @@ def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
         kind = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
         stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
         row, column = _own_entry()
-        # Where there are eight heads or less, a thread's second row is of none: no second load.
+        # With at most eight heads, a thread's second row has no head, so skip its load.
         rows = [row, arith.addi(row, _constant(8))] if count > 8 else [row]
         places = []
         for one in rows:
@@ -359,7 +358,7 @@ def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
 def over_warps(
     vector: Float[Array, "64"], operation: str, scratch: Any, *, interpret: bool
 ) -> Float[Array, "64"]:
-    """The sum or the largest of a row's numbers in the four warps, the same in each.
+    """Returns the sum or maximum of each row's numbers over the four warps, the same in each.
 
     All warps pass two barriers.
 
@@ -430,8 +429,8 @@ def write_sum_of_warps(
     Args:
       sums: Float32, in an accumulator's layout.
       target: `[n, H]` of 16-bit numbers, for the first rows, or float32 `[H, n]`.
-      scratch: Shared memory, `ops.tiled`, of which 256 H bytes are overwritten from there on.
-      transposed: Whether the target is the latter.
+      scratch: Shared memory, `ops.tiled`, whose first 256 H bytes are overwritten.
+      transposed: Whether the target is `[H, n]`.
       interpret: Whether the interpreter runs the kernel.
     """
     count, width = target.shape[::-1] if transposed else target.shape
@@ -442,8 +441,8 @@ def write_sum_of_warps(
 
     @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _tiled(scratch)))
     def write(_: Any, sums: Any, target: Any, scratch: Any) -> None:
-        numbers = mlir.scalars(sums)  # four of each eight columns
-        size = _THREADS * _CHUNK  # of what all threads have of these
+        numbers = mlir.scalars(sums)  # four per eight columns
+        size = _THREADS * _CHUNK  # bytes of all threads' numbers of eight columns
         place = arith.muli(_own_thread(anew=False), _constant(_CHUNK))
         place = arith.addi(mlir.shared_pointer(scratch), place)
         for tile in range(width // 8):
@@ -454,7 +453,7 @@ def write_sum_of_warps(
                 has_side_effects=True,
             )
         mgpu.warpgroup_barrier()
-        own = width // 8 // _WARPS  # which each warp adds
+        own = width // 8 // _WARPS  # groups of eight columns that each warp adds
         first = arith.muli(_own_warp(), _constant(own))
         place = arith.addi(mlir.shared_pointer(scratch), arith.muli(mlir.lane(), _constant(_CHUNK)))
         place = arith.addi(place, arith.muli(first, _constant(size)))
@@ -489,7 +488,7 @@ def write_columns(
     Args:
       matrix: Float32, in an accumulator's layout.
       target: `[n, 64]` in global memory, 16-bit numbers.
-      first: The row of the first column; what would come after the last row is left out.
+      first: Target row of the first column; columns beyond the last row are not written.
       interpret: Whether the interpreter runs the kernel.
     """
     count = target.shape[0]
@@ -517,14 +516,14 @@ def write_columns(
 
 
 def _store(entry: ir.Value, target: ir.Value, where: list[ir.Value]) -> None:
-    """Writes a float32 number, rounded to what the target holds."""
+    """Writes a float32 number, rounded to the target's type."""
     kind = ir.MemRefType(target.type).element_type
     entry = entry if kind == ir.F32Type.get() else arith.truncf(kind, entry)
     memref.store(entry, target, [mlir.index(x) for x in where])
 
 
 def _own_entry() -> tuple[ir.Value, ir.Value]:
-    """Row and column of the first number that a thread has of its warp's 16 rows of sums."""
+    """Returns row and column of the thread's first number in its warp's 16 rows of sums."""
     lane = mlir.lane()
     row = arith.shrui(lane, _constant(2))
     return row, arith.muli(arith.andi(lane, _constant(3)), _constant(2))
@@ -535,7 +534,7 @@ def _is_below(value: ir.Value, end: int) -> ir.Value:
 
 
 def _by_warp(x: Array) -> Array:
-    """The 16 rows of each warp."""
+    """Splits an array into the 16 rows of each warp."""
     return x.reshape(_WARPS, PAGE, x.shape[-1])
 
 
@@ -545,18 +544,18 @@ def _by_warp(x: Array) -> Array:
 def clear_from_bad(
     values: Any, places: Sequence[Int[Array, ""]], scratch: Any, *, interpret: bool
 ) -> Int[Array, ""]:
-    """Makes a tile's own values zero from the first one on that is not finite.
+    """Sets a tile's own values to zero from the first non-finite one on.
 
-    All warps must have passed a barrier since the values came; they pass two here.
+    All warps must have passed a barrier since the values arrived; they pass two here.
 
     Args:
       values: `[16 · pages, H]` in shared memory, `ops.tiled`.
-      places: The place of each page's first row in the tile; below 0 if it is not the tile's own.
-      scratch: Integers in shared memory, one for each warp.
+      places: Place of each page's first row in the tile; negative if not the tile's own.
+      scratch: Integers in shared memory, one per warp.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      That value's place in the tile, or `NOBODY`.
+      The place of that value in the tile, or `NOBODY`.
     """
     width = values.shape[1]
     if interpret:
@@ -583,7 +582,7 @@ def clear_from_bad(
                 place = arith.select(is_own, arith.addi(start, row), _constant(-1))
                 total = zero
                 for pair in _load_chunk(chunks.place, chunks.offset(page, turn)):
-                    # NaN is what a multiplication with 0 leaves of what is not finite.
+                    # Multiplying a non-finite number by 0 gives NaN.
                     code = f"fma.rn.{kind} $0, $1, $2, $3;"
                     total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
                 is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
@@ -611,16 +610,16 @@ def clear_from_bad(
 
 
 class _Chunks:
-    """Which chunks of pages in shared memory are a thread's: `turns` of each page.
+    """The chunks of a thread in pages in shared memory: `turns` chunks of each page.
 
-    The threads are those of a warpgroup, or of a warp that has one page of its own.
+    The threads of a warpgroup share each page, or the threads of a warp share the warp's own page.
 
     Attributes:
-      row: The row of the first one.
-      column: Which chunk of the row.
-      height: Rows from one of a page to the next.
-      turns: How many of a page.
-      place: Address of the first one.
+      row: Row of the thread's first chunk.
+      column: Index of the chunk within the row.
+      height: Rows from one chunk of a page to the next.
+      turns: Chunks per page.
+      place: Address of the first chunk.
     """
 
     def __init__(
@@ -630,7 +629,7 @@ class _Chunks:
         thread = mlir.lane() if of_warp else _own_thread(anew=anew)
         self.height = (mlir.LANES if of_warp else _THREADS) // per_row
         self.turns = PAGE // self.height
-        self._tile_row = width * 2 // _LINE * _TILE  # bytes of eight rows
+        self._tile_row = width * 2 // _LINE * _TILE  # bytes per eight rows
         self.row = arith.shrui(thread, _constant(per_row.bit_length() - 1))
         self.column = arith.andi(thread, _constant(per_row - 1))
         low = arith.andi(self.row, _constant(7))
@@ -646,12 +645,12 @@ class _Chunks:
         self.place = arith.addi(mlir.shared_pointer(ref), place)
 
     def offset(self, page: int, turn: int) -> int:
-        """Bytes from the first chunk, its bits flipped, to one of a page."""
+        """Returns the bytes from the first chunk, with bits flipped, to a chunk of a page."""
         tile, row = divmod(page * PAGE + turn * self.height, 8)
         return tile * self._tile_row + row * _LINE
 
     def flip(self, turn: int) -> int:
-        """Which bits of the first chunk's address differ, in a tile, from those of another row."""
+        """Returns the address bits that the swizzle flips between the first and a later chunk."""
         return turn * self.height % 8 * _CHUNK
 
 
@@ -659,7 +658,7 @@ class _Chunks:
 
 
 def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "M S"]:
-    """Scores `Q Kᵀ` of queries `[M, H]` and keys `[S, H]`, both in shared memory, in float32."""
+    """Returns float32 scores `Q Kᵀ` of queries `[M, H]` and keys `[S, H]` in shared memory."""
     if interpret:
         return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
     (rows, width), columns = queries.shape, keys.shape[0]
@@ -687,11 +686,11 @@ def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "
 def multiply_own_keys(
     queries: Float[Array, "64 H"], keys: Any, *, interpret: bool
 ) -> Float[Array, "64 16"]:
-    """Scores of each warp's 16 queries and of its own 16 keys, in float32.
+    """Returns float32 scores of each warp's 16 queries with its own 16 keys.
 
     Args:
       queries: 16-bit numbers in registers, in an accumulator's layout.
-      keys: `[64, H]` in shared memory, `ops.tiled`, 16 rows of each warp.
+      keys: `[64, H]` in shared memory, `ops.tiled`, 16 rows per warp.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -726,13 +725,13 @@ def add_values(
     of_warp: bool = False,
     interpret: bool,
 ) -> Float[Array, "M H"]:
-    """`sums + P V` of weights in registers and values `[S, H]` in shared memory.
+    """Returns `sums + P V` for weights in registers and values `[S, H]` in shared memory.
 
     Args:
       sums: Float32, in an accumulator's layout.
       weights: 16-bit numbers, in an accumulator's layout.
       values: 16-bit numbers, `ops.tiled`.
-      of_warp: Whether each warp has 16 rows of the values by itself, `[64, H]` in all; `S` is 16.
+      of_warp: Whether each warp has its own 16 rows of the values, `[64, H]` in all; `S` is 16.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret and of_warp:
@@ -752,7 +751,7 @@ def add_values(
         found = [list(x) for x in np.array(mlir.scalars(sums), object).reshape(-1, 4)]
         held = [mgpu.utils.bitcast(x, mlir.i32()) for x in weights.registers.flat]
         for step in range(keys // 16):
-            # Two pairs of registers of each 64 rows: of eight keys, and of the next eight.
+            # Two pairs of registers per 64 rows: for eight keys, and for the next eight.
             own = [held[tile * keys // 4 + 4 * step :][:4] for tile in range(rows // 64)]
             for pair in range(width // 16):
                 both = right.load(2 * step, pair, transposed=True)
@@ -764,13 +763,13 @@ def add_values(
 
 
 class _Matrices:
-    """Tiles of 8 rows of one chunk, of which a warp loads four at a time.
+    """Loads tiles of 8 rows of one chunk, four at a time per warp.
 
     Args:
       ref: `[rows, width]` in shared memory.
-      width: 16-bit numbers of a row.
-      is_row_first: Whether the second of the four has the next rows, or else the next chunk.
-      of_warp: Whether each warp has 16 rows of its own.
+      width: 16-bit numbers per row.
+      is_row_first: Whether the second tile has the next rows instead of the next chunk.
+      of_warp: Whether each warp has its own 16 rows.
     """
 
     def __init__(
@@ -789,13 +788,13 @@ class _Matrices:
         )
         place = arith.addi(mlir.shared_pointer(ref), place)
         self._place = arith.addi(place, arith.muli(arith.xori(beside, row), _constant(_CHUNK)))
-        self._pairs = min(width * 2, _LINE) // (2 * _CHUNK)  # of a tile's row
+        self._pairs = min(width * 2, _LINE) // (2 * _CHUNK)  # per tile row
 
     def load(self, tile: int, pair: int, *, transposed: bool = False) -> list[ir.Value]:
-        """The four from a tile of eight rows on, and from a pair of chunks on.
+        """Loads four tiles, starting at a tile of eight rows and a pair of chunks.
 
-        Memory begins at a multiple of `_TILE`, so that the bits of a chunk stand by themselves.
-        They are flipped here: an address for each pair would take registers that are scarce.
+        Memory begins at a multiple of `_TILE`, so that an address has separate bits for the chunk.
+        This flips them on each load, since an address per pair would take too many registers.
         """
         line, pair = divmod(pair, self._pairs)
         offset, turned = tile * self._tile_row + line * _TILE, ".trans" if transposed else ""
@@ -815,14 +814,14 @@ class _Matrices:
 def _add(
     kind: str, left: list[Any], right: list[Any], sums: list[Any], columns: int, column: int
 ) -> None:
-    """Adds a product of each 64 rows to a tile of eight columns."""
+    """Adds a product to a tile of eight columns, for each 64 rows."""
     for tile, own in enumerate(left):
         place = tile * columns + column
         sums[place] = mlir.multiply(kind, own, right, sums[place])
 
 
 def _as_array(sums: list[list[ir.Value]], shape: tuple[int, int]) -> mgpu.FragmentedArray:
-    """Sums of tiles of eight columns, row by row of tiles, as an array."""
+    """Wraps the sums of tiles of eight columns, in row-major order of tiles, as an array."""
     registers = []
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     for four in sums:
@@ -833,7 +832,7 @@ def _as_array(sums: list[list[ir.Value]], shape: tuple[int, int]) -> mgpu.Fragme
 def _of_registers(
     registers: list[ir.Value], shape: tuple[int, ...], layout: Any, *, is_signed: bool | None = None
 ) -> mgpu.FragmentedArray:
-    """The array of which a thread holds these."""
+    """Wraps a thread's registers as an array."""
     found = np.empty(len(registers), object)
     found[:] = registers
     lies = layout.to_mgpu()
@@ -843,12 +842,12 @@ def _of_registers(
 
 
 def _matrix_type(shape: tuple[int, int], dtype: Any) -> Any:
-    """What a function returns that gives a matrix in an accumulator's layout."""
+    """Returns the result type of a function that gives a matrix in an accumulator's layout."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), ops.ACCUMULATOR)
 
 
 def _zeros() -> list[ir.Value]:
-    """No sums yet of a product."""
+    """Returns zero sums of a product."""
     return [arith.constant(ir.F32Type.get(), 0.0)] * 4
 
 
@@ -861,7 +860,7 @@ def _packed_kind(dtype: Any) -> str:
 
 
 def _tiled(ref: Any) -> Any:
-    """What a reference to `ops.tiled` memory is, for code of the compiler's own language."""
+    """Returns the MLIR argument type of a reference to `ops.tiled` memory."""
     return plgpu.RefType(ops.transforms(ref.dtype, ops.SWIZZLE_BYTES))
 
 
@@ -877,9 +876,9 @@ def _long(value: ir.Value) -> ir.Value:
 
 
 def _own_thread(*, anew: bool) -> ir.Value:
-    """Number of the thread in its warpgroup.
+    """Returns the index of the thread in its warpgroup.
 
-    Read anew where it is seldom needed, or what follows from it would be kept in registers.
+    `anew` reads it again, for rare uses: otherwise the compiler keeps derived numbers in registers.
     """
     if not anew:
         return arith.andi(mlir.thread(), _constant(_THREADS - 1))
@@ -890,7 +889,7 @@ def _own_thread(*, anew: bool) -> ir.Value:
 
 
 def _own_warp() -> ir.Value:
-    """Number of the warp in its warpgroup."""
+    """Returns the index of the warp in its warpgroup."""
     return arith.andi(mlir.warp(), _constant(_WARPS - 1))
 
 
@@ -899,7 +898,7 @@ def _global_pointer(ref: ir.Value) -> ir.Value:
 
 
 def _load_chunk(place: ir.Value, offset: int) -> list[ir.Value]:
-    """Four words of shared memory."""
+    """Loads four words of shared memory."""
     return list(
         mgpu.utils.inline_ptx(
             f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",

@@ -1,7 +1,7 @@
-"""What kernels do with tensor cores, shared memory and the launch, in one place.
+"""Wrappers of Pallas for tensor cores, shared memory and kernel launches.
 
-Each product has a stand-in for Pallas' interpreter, which knows neither matrix products whose left
-operand lies in registers, nor accumulators that outlive a product.
+Each product has an implementation for Pallas' interpreter, which supports neither matrix products
+with the left operand in registers nor accumulators that outlive a product.
 """
 
 from collections.abc import Callable
@@ -14,25 +14,24 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-# How a warpgroup holds the 64 rows of a product, and vectors of a number for each of its rows or
-# columns.
+# Register layouts of a warpgroup: a product of 64 rows, and a vector along its rows or columns.
 ACCUMULATOR = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = ACCUMULATOR.reduce(1), ACCUMULATOR.reduce(0)
-# Shared memory as TMA and the tensor cores want it: rows of at most 128 bytes, swizzled.
+# TMA and the tensor cores require swizzled rows of at most 128 bytes in shared memory.
 SWIZZLE_BYTES = 128
-_REGISTERS, _MOST_REGISTERS, _WARPGROUP = 65536, 255, 128  # of a processor, a thread; threads
-# For a type checker these two are abstract.
+_REGISTERS, _MOST_REGISTERS, _WARPGROUP = 65536, 255, 128  # per SM, per thread; threads
+# Type checkers see these two classes as abstract.
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
 
 
 def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
-    """What `plgpu.kernel` takes as `interpret`."""
+    """Returns the `interpret` argument of `plgpu.kernel`."""
     return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, traced with integers of 32 bits: numbers in `body` also where JAX has 64."""
+    """Wraps `plgpu.kernel`, tracing `body` with 32-bit integers even if JAX enables 64 bits."""
     made: Callable[..., Any] = plgpu.kernel(body, **options)
 
     def call(*arrays: Any) -> Any:
@@ -43,25 +42,25 @@ def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
 
 
 def compiler_params(**changes: Any) -> plgpu.CompilerParams:
-    """Parameters of every kernel; the default semantics differ between versions of JAX."""
+    """Returns compiler parameters, with semantics whose default differs between JAX versions."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **changes)
 
 
 def share_registers(loading: int, computing: int, *, num_computing: int, is_loader: bool) -> None:
-    """Gives registers of the warpgroup that loads to those that compute.
+    """Moves registers from the loading warpgroup to the computing ones.
 
     Call it first in both branches. All warpgroups start with equal shares of 65,536, in multiples
-    of 8 for a thread. Who asks for more than the others have given waits for it forever, and no
-    interpreter shows that.
+    of 8 per thread. A warpgroup that requests more than the others released waits forever; the
+    interpreter does not show that.
 
     Args:
-      loading: Registers of a thread that loads.
-      computing: Registers of one that computes.
-      num_computing: Warpgroups that compute, beside one that loads.
-      is_loader: Whether this is that one.
+      loading: Registers per loading thread.
+      computing: Registers per computing thread.
+      num_computing: Computing warpgroups, in addition to one loading warpgroup.
+      is_loader: Whether the caller is the loading warpgroup.
 
     Raises:
-      ValueError: If there are fewer than that.
+      ValueError: If the sum exceeds the available registers.
     """
     every = num_computing + 1
     start = min(_REGISTERS // (every * _WARPGROUP) // 8 * 8, _MOST_REGISTERS)
@@ -77,29 +76,29 @@ def share_registers(loading: int, computing: int, *, num_computing: int, is_load
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, *, swizzle: int = SWIZZLE_BYTES) -> Any:
-    """Shared memory for matrices (the last two axes) that tensor cores multiply.
+    """Returns shared memory for matrices (the last two axes) that tensor cores multiply.
 
     Args:
-      shape: Of all matrices.
-      dtype: Of their entries.
-      swizzle: Bytes of a row that stay together; a divisor of the row's.
+      shape: Shape of all matrices.
+      dtype: Type of the entries.
+      swizzle: Bytes of a row that stay together; it divides the row's bytes.
     """
     return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, swizzle))
 
 
 def transforms(dtype: Any, swizzle: int) -> tuple[Any, ...]:
-    """How `tiled` memory lies."""
+    """Returns the layout transforms of `tiled` memory."""
     width = swizzle // jnp.dtype(dtype).itemsize
     return _tiling((8, width)), _swizzle(swizzle)
 
 
 def read(ref: Any, layout: Any = ACCUMULATOR) -> Array:
-    """What a reference holds, in registers; any layout does, however slowly it loads."""
+    """Loads a reference to registers; allows any layout, even one that loads slowly."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def write(ref: Any, x: Array, *, optimized: bool = False) -> None:
-    """Writes to memory; JAX since 0.12 refuses unasked what has bank conflicts or is narrow."""
+    """Writes to memory; `optimized=False` permits slow stores, which JAX refuses since 0.12."""
     store = getattr(plgpu, "store", None)
     if store is None:
         ref[...] = x
@@ -108,25 +107,25 @@ def write(ref: Any, x: Array, *, optimized: bool = False) -> None:
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any = ACCUMULATOR) -> Array:
-    """A number in every place of a float32 array in registers."""
+    """Returns a constant float32 array in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def spread(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """A vector along one axis of a matrix in an accumulator's layout."""
+    """Broadcasts a vector along `axis` to a matrix in an accumulator's layout."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, (axis,)), ACCUMULATOR)
 
 
 def matrix_index(shape: tuple[int, ...], axis: int) -> Array:
-    """Row or column indices of a matrix in an accumulator's layout."""
+    """Returns row or column indices of a matrix in an accumulator's layout."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR)
 
 
 def over_rows(matrix: Array, operation: str, scratch: Any, *, interpret: bool) -> Array:
-    """The sum or the largest of each column, in `BY_COLUMN`, where several warpgroups ask.
+    """Returns each column's sum or maximum, in `BY_COLUMN`, safely for several warpgroups.
 
-    Pallas has one piece of memory in which the warps of a warpgroup meet. Of several warpgroups
-    each one needs its own, or they overwrite each other's numbers; no interpreter shows that.
+    Pallas' own reductions share one piece of scratch memory per thread block, so several warpgroups
+    would overwrite each other's numbers. The interpreter does not show that.
 
     Args:
       matrix: Float32, in an accumulator's layout.
@@ -148,12 +147,12 @@ def over_rows(matrix: Array, operation: str, scratch: Any, *, interpret: bool) -
 
 
 def scratch_of_rows(warpgroups: int) -> Any:
-    """Shared memory that `over_rows` needs, one piece for each warpgroup."""
+    """Returns the shared memory of `over_rows`, one piece per warpgroup."""
     return plgpu.SMEM((warpgroups, 4 * _WARPGROUP), jnp.float32)
 
 
 def pinned(matrix: Array) -> Array:
-    """A matrix in an accumulator's layout, computed here: no compiler moves that elsewhere."""
+    """Keeps the compiler from moving the computation of an accumulator-layout matrix."""
 
     @plgpu.inline_mgpu(
         arg_types=(ACCUMULATOR,),
@@ -166,7 +165,7 @@ def pinned(matrix: Array) -> Array:
 
 
 class Accumulator:
-    """Sums of products in registers: `+= left · right`, in flight until they are loaded."""
+    """Sums of products in registers: `+= left · right`, asynchronous until loaded."""
 
     def __init__(self, ref: Any) -> None:
         """Wraps an accumulator's reference."""
@@ -177,11 +176,11 @@ class Accumulator:
         plgpu.wgmma(self._ref, left, right)
 
     def load(self, *, in_flight: int = 0) -> Array:
-        """The sums, once at most `in_flight` products that started later remain in flight."""
+        """Returns the sums, once only the last `in_flight` products remain in flight."""
         return plgpu.wgmma_accumulator_load(self._ref, wait_n=in_flight)
 
     def wait(self, *, in_flight: int) -> None:
-        """Waits until at most `in_flight` products are under way."""
+        """Waits until at most `in_flight` products are in flight."""
         plgpu.wgmma_wait(in_flight)
 
     def store(self, value: Array) -> None:
@@ -189,7 +188,7 @@ class Accumulator:
         self._ref[...] = value
 
     def loop(self, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """`jax.lax.fori_loop` from 0, whose body may use the accumulator."""
+        """Runs `jax.lax.fori_loop` from 0; the body may use the accumulator."""
         return jax.lax.fori_loop(0, upper, body, carry)
 
 
@@ -197,25 +196,25 @@ class InterpretedAccumulator(Accumulator):
     """An `Accumulator` that is a plain array."""
 
     def add_product(self, left: Any, right: Any) -> None:
-        """Adds `left · right`, where both may be references."""
+        """Adds `left · right`, which may be references."""
         product = jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
         self._ref = self._ref + product
-        # Tensor cores read through the proxy of TMA; what is read here must be passed on to it.
+        # Tensor cores read through the async proxy; order these plain reads before its writes.
         plgpu.commit_smem()
 
     def load(self, *, in_flight: int = 0) -> Array:
-        """The sums."""
+        """Returns the sums."""
         return self._ref
 
     def wait(self, *, in_flight: int) -> None:
-        """Nothing is ever under way."""
+        """Does nothing: no product is ever in flight."""
 
     def store(self, value: Array) -> None:
         """Replaces the sums."""
         self._ref = value
 
     def loop(self, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """The loop, which carries the sums along."""
+        """Runs the loop with the sums in its carry."""
 
         def step(index: Any, state: tuple[Array, Any]) -> tuple[Array, Any]:
             self._ref, carry = state

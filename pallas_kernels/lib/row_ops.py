@@ -1,13 +1,11 @@
-"""Operations on rows in registers that Pallas lacks, each with a stand-in for the interpreter.
+"""Operations on rows in registers that Pallas lacks, with implementations for the interpreter.
 
-A row lies in the registers of one warpgroup (4 warps of 32 threads) or of several. What a kernel
-does here is about single threads, so it is emitted in the compiler's own language (MLIR): the 32
-lanes of a warp reduce and vote in one instruction, warps meet in a few words of shared memory, and
-one barrier is all that a step costs.
+A row is in the registers of one or several warpgroups (4 warps of 32 threads each). The operations
+emit per-thread code in MLIR: the 32 lanes of a warp reduce and vote in one instruction, warps
+exchange results through a few words of shared memory, and each step costs one barrier.
 
-First come layouts and shared memory, then the operations from the smallest to the largest: a
-barrier, maxima, counts, writing a row, writing the columns that a row keeps, adding up the parts of
-a row.
+Layouts and shared memory come first, then operations from the smallest to the largest: a barrier,
+maxima, counts, writing a row, writing the kept columns of a row, adding up the parts of a row.
 """
 
 import functools
@@ -30,26 +28,26 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 math: Any = typed_math
 scf: Any = typed_scf
 
 WARPS, LANES = 4, mlir.LANES  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES
-_AHEAD = 64  # registers of a thread for what is read before it is needed
-_MOST_AHEAD = 8  # of one head
-_HEADS_AT_ONCE = 16  # whose numbers of one thread are read before they are added up
-ADJACENT = 4  # columns of a tile that a thread holds side by side, 16 bytes
-PAIR = 2  # channels of a key, likewise
-_PACKED = 2  # numbers in bfloat16 in a word
-_COUNTS_PER_WARP = 5  # two turns of two, and one
+_AHEAD = 64  # registers per thread for prefetched numbers
+_MOST_AHEAD = 8  # most of these per head
+_HEADS_AT_ONCE = 16  # heads read before they are added up
+ADJACENT = 4  # adjacent columns of a tile per thread, 16 bytes
+PAIR = 2  # adjacent channels of a key per thread
+_PACKED = 2  # bfloat16 numbers per word
+_COUNTS_PER_WARP = 5  # two turns of two numbers, and one more
 _BYTE, _WORD_BYTES = 8, 4  # bits, and bytes of a word
 _LEAST_INTEGER = -(1 << 31)
 
 
 def row_layout(width: int) -> Any:
-    """A vector over a warpgroup, a quarter per warp; each register holds 32 adjacent entries."""
+    """Returns a vector's layout: a quarter per warp, 32 adjacent entries per register of a warp."""
     if width == THREADS:
         tiles: tuple[tuple[int, ...], ...] = ((width,), (LANES,), (1,))
         return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-3,), (-2,), -1)
@@ -58,10 +56,9 @@ def row_layout(width: int) -> Any:
 
 
 def tiles_layout(height: int, columns: int, adjacent: int = ADJACENT) -> Any:
-    """A row as a matrix of tiles over a warpgroup, a quarter of the tiles per warp, in order.
+    """Returns the layout of a row as a matrix of tiles, a quarter of the tiles per warp, in order.
 
-    Each register of a thread holds four adjacent columns (`adjacent`), those of a warp 128 adjacent
-    ones.
+    A thread holds groups of `adjacent` (four) columns; a warp's threads hold 128 adjacent columns.
     """
     tiles: tuple[tuple[int, ...], ...] = ((height, columns), (height // WARPS, columns))
     tiles = (*tiles, (LANES * adjacent // columns, columns), (1, adjacent))
@@ -69,9 +66,9 @@ def tiles_layout(height: int, columns: int, adjacent: int = ADJACENT) -> Any:
 
 
 def key_layout(channels: int) -> Any:
-    """The 64 keys of a block over a warpgroup, 16 adjacent ones per warp.
+    """Returns the layout of the 64 keys of a block, 16 adjacent keys per warp.
 
-    A register holds two adjacent channels of a key; those of a warp are whole keys, in order.
+    A thread holds pairs of adjacent channels of a key; a warp's threads hold whole keys, in order.
     """
     tiles: tuple[tuple[int, ...], ...] = ((64, channels), (64 // WARPS, channels))
     tiles = (*tiles, (LANES * PAIR // channels, channels), (1, PAIR))
@@ -79,15 +76,15 @@ def key_layout(channels: int) -> Any:
 
 
 def scratch_of_counts(warpgroups: int = 1) -> Any:
-    """Shared memory that `maxima`, `count_kept` and `write_kept` need.
+    """Returns the shared memory of `maxima`, `count_kept` and `write_kept`.
 
-    They take in all warpgroups of a program, each of which holds a stretch of the row.
+    These reduce over all warpgroups of a thread block, each of which holds a stretch of the row.
     """
     return plgpu.SMEM((_COUNTS_PER_WARP * WARPS * warpgroups,), jnp.int32)
 
 
 def scratch_of_maximum(warpgroups: int) -> Any:
-    """Shared memory that `maximum` needs in a program of so many warpgroups."""
+    """Returns the shared memory of `maximum`, for all warpgroups of a thread block."""
     return plgpu.SMEM((warpgroups * WARPS,), jnp.int32)
 
 
@@ -106,7 +103,7 @@ def barrier(*, interpret: bool) -> None:
 
 
 def program_barrier(*, interpret: bool) -> None:
-    """Waits for all warps of a program; the interpreter runs them together."""
+    """Waits for all warps of the thread block; the interpreter runs them together."""
     if not interpret:
 
         @plgpu.inline_mgpu()
@@ -117,21 +114,21 @@ def program_barrier(*, interpret: bool) -> None:
 
 
 def on_each_warp(body: Callable[[Any], None]) -> None:
-    """Runs what each warp of a warpgroup does by itself: `body`, of the warp's number from 0 on.
+    """Runs `body(warp)` on each warp of a warpgroup, with the warp's index from 0 on.
 
-    Copies and barriers of a warp wait for no other warp. All warps wait for each other before and
-    after that. A `body` may use references and integers from outside.
+    Copies and barriers in `body` concern a single warp. All warps synchronize before and after it.
+    A `body` may use references and integers from outside.
     """
     plgpu.warp_map(body)
 
 
 def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
-    """The largest of the integers of one warpgroup, at the price of one barrier.
+    """Returns the largest integer over one warpgroup; costs one barrier.
 
     Args:
       x: Integers in registers.
       scratch: `scratch_of_maximum()` in shared memory, which no warp is still reading.
-      layout: Of `x`.
+      layout: Layout of `x`.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -144,7 +141,7 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
         thread, warp = mlir.thread(), mlir.warp()
         memref.store(own, scratch, [mlir.index(warp)])
         mgpu.warpgroup_barrier()
-        # Every lane reads what one of the warpgroup's warps has left.
+        # Every lane reads the maximum of one of the warpgroup's warps.
         first = arith.andi(warp, mlir.constant(-WARPS))
         other = arith.ori(first, arith.andi(thread, mlir.constant(WARPS - 1)))
         theirs = memref.load(scratch, [mlir.index(other)])
@@ -160,14 +157,14 @@ def first_not_finite(
     start: Int[Array, ""] | None = None,
     interpret: bool,
 ) -> Int[Array, ""]:
-    """The first of 64 rows with a number that is not finite, or 64, at the price of one barrier.
+    """Returns the first of 64 rows with a non-finite number, or 64; costs one barrier.
 
-    A fused multiplication with 0 takes in two numbers at once: NaN is what it leaves behind.
+    Fused multiplications by 0 accumulate pairs of numbers; the result is NaN if any was non-finite.
 
     Args:
       parts: Columns of the rows, of 16-bit floating-point numbers in an accumulator's layout.
-      scratch: As many integers in shared memory as there are warps; no warp is still reading them.
-      start: The first row that counts, if not all do.
+      scratch: One integer in shared memory per warp, which no warp is still reading.
+      start: First row to check, if not all.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -199,7 +196,7 @@ def first_not_finite(
             arith.muli(own, mlir.constant(16)),
             arith.shrui(mlir.lane(), mlir.constant(2)),
         )
-        for half in (1, 0):  # registers of a thread are of its row and of the one 8 below, in turn
+        for half in (1, 0):  # a thread's registers alternate between its row and the row 8 below
             total = zero
             for register in (x for part in parts for x in list(part.registers.flat)[half::2]):
                 pair = mgpu.utils.bitcast(register, mlir.i32())
@@ -228,12 +225,12 @@ def maxima(
     layout: Any,
     interpret: bool,
 ) -> list[Int[Array, ""]]:
-    """The largest integer of each of two arrays in all warpgroups, at the price of one barrier.
+    """Returns the largest integer of two arrays over all warpgroups; costs one barrier.
 
     Args:
       arrays: Two arrays in registers.
-      scratch: `scratch_of_counts()` in shared memory, from which nothing was read before.
-      layout: Of both.
+      scratch: `scratch_of_counts()` in shared memory, not used before.
+      layout: Layout of both arrays.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -247,7 +244,7 @@ def maxima(
         for x in (first, second):
             own = functools.reduce(arith.maxsi, mlir.scalars(x))
             found.append(mlir.over_lanes(own, nvvm.ReductionKind.MAX))
-        turn = mlir.constant(1)  # 0 is that of the first counts, which may come next
+        turn = mlir.constant(1)  # the first counts, which may come next, use turn 0
         found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
         return [mlir.as_array(x) for x in found]
 
@@ -255,12 +252,12 @@ def maxima(
 
 
 def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> Int[Array, ""]:
-    """1 if any flag is set, of each warp on its own: no two of them wait for each other.
+    """Returns 1 if any flag of the warp is set, without waiting for other warps.
 
     Args:
-      flags: In registers.
-      layout: Of the flags.
-      interpret: Whether the interpreter runs the kernel, where all warps find the same.
+      flags: Flags in registers.
+      layout: Layout of the flags.
+      interpret: Whether the interpreter runs the kernel; it reduces over all warps.
     """
     if interpret:
         return jnp.any(flags).astype(jnp.int32)
@@ -281,14 +278,14 @@ def write_sums(
     *,
     interpret: bool,
 ) -> None:
-    """Writes the sums of a matrix over columns to a column.
+    """Writes the sums of a matrix over its columns to a column of global memory.
 
     Args:
       matrix: Float32, in an accumulator's layout.
-      outs: Where the sums go, `[J, 4]` in global memory; several share the columns evenly, in
-        multiples of eight.
-      first: The row there of the first row's sum.
-      turn: The column there. It is also which of the four threads that share rows writes.
+      outs: Targets `[J, 4]` in global memory; each gets the sums over an equal share of the
+        columns, a multiple of eight.
+      first: Target row of the first sum.
+      turn: Target column, and the index of the writing thread among the four that share rows.
       interpret: Whether the interpreter runs the kernel.
     """
     columns = matrix.shape[1] // len(outs)
@@ -308,7 +305,7 @@ def write_sums(
         row = arith.addi(arith.muli(own, _int(16)), arith.shrui(lane, _int(2)))
         start = arith.addi(first, row)
         is_turn = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _int(3)), turn)
-        for half in (0, 1):  # registers of a thread are of its row and of the one 8 below, in turn
+        for half in (0, 1):  # a thread's registers alternate between its row and the row 8 below
             for index, out in enumerate(outs):
                 registers = list(matrix.registers.flat)[half::2]
                 registers = registers[index * columns // 8 :][: columns // 8]
@@ -323,23 +320,24 @@ def write_sums(
 
 
 def _both(register: ir.Value) -> list[ir.Value]:
-    """The two numbers of a register."""
+    """Returns the two numbers of a register."""
     return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([x])) for x in range(2)]
 
 
 def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
-    """For every channel of a key whether any of its flags is set, in one instruction of each warp.
+    """Returns, for every channel of a key, whether any of the key's flags is set.
 
-    Each lane has a bit for each of its warp's 16 keys, and a warp has all channels of a key.
+    It takes one instruction per warp, which has whole keys; each lane has a bit for each of 16
+    keys.
 
     Args:
-      flags: By key and channel, in `key_layout`.
+      flags: Flags by key and channel, in `key_layout`.
       interpret: Whether the interpreter runs the kernel.
     """
     shape = flags.shape
     if interpret:
         return jnp.broadcast_to(jnp.any(flags, axis=1, keepdims=True), shape)
-    layout, together = key_layout(shape[1]), LANES * PAIR // shape[1]  # keys in a warp's registers
+    layout, together = key_layout(shape[1]), LANES * PAIR // shape[1]  # keys per warp register
 
     @plgpu.inline_mgpu(
         arg_types=(layout,),
@@ -352,7 +350,7 @@ def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Ar
             is_set = functools.reduce(arith.ori, registers[place : place + PAIR])
             bit = mlir.constant(1 << (place // PAIR * together))
             bits = arith.ori(bits, arith.select(is_set, bit, mlir.constant(0)))
-        lanes = LANES // together  # that share a key, a power of two
+        lanes = LANES // together  # lanes per key, a power of two
         first = arith.shrui(mlir.lane(), mlir.constant(lanes.bit_length() - 1))
         bits = mlir.over_lanes(arith.shli(bits, first), nvvm.ReductionKind.OR)
         bits = arith.shrui(bits, first)
@@ -377,14 +375,14 @@ def count_kept(
     layout: Any,
     interpret: bool,
 ) -> list[Int[Array, ""]]:
-    """How many keys are at least each of three limits, at the price of one barrier.
+    """Counts the keys that are at least each of three limits; costs one barrier.
 
     Args:
       keys: At most 2^15 keys in registers.
       limits: Three limits.
       scratch: `scratch_of_counts()` in shared memory.
-      turn: 0 and 1 in turn, so that no warp writes what another one has yet to read.
-      layout: Of the keys.
+      turn: Alternately 0 and 1, so that no warp overwrites counts that another has yet to read.
+      layout: Layout of the keys.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -406,7 +404,7 @@ def count_kept(
 def _emit_count(
     registers: list[ir.Value], limits: list[ir.Value], turn: ir.Value, scratch: ir.Value
 ) -> list[ir.Value]:
-    """Counts of three limits; the first two in the halves of one integer."""
+    """Emits counts for three limits; the first two share the halves of one integer."""
     first, second = mlir.constant(0), mlir.constant(0)
     for key in registers:
         first = _add_if("ge", first, key, limits[0], 1)
@@ -419,7 +417,7 @@ def _emit_count(
 
 
 def _add_if(test: str, total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
-    """Two instructions, where the compiler makes three of a choice and a sum."""
+    """Adds `step` conditionally in two instructions; a select and an add would take three."""
     code = (
         f"{{ .reg .pred p; setp.{test}.s32 p, $2, $3; mov.b32 $0, $1; @p add.s32 $0, $0, {step}; }}"
     )
@@ -433,10 +431,10 @@ def _exchange(
     kind: nvvm.ReductionKind,
     identity: int,
 ) -> list[ir.Value]:
-    """Reduces two values over all warps of a program, each of which has one of its own.
+    """Reduces two per-warp values over all warps of a thread block.
 
-    Two turns have room of their own, so that one barrier does: a warp that is ahead writes where
-    none of the others is reading.
+    Two turns have separate memory, so that one barrier suffices: a warp that is ahead writes where
+    no other warp is reading.
     """
     warps = _warps(scratch)
     start = arith.muli(turn, mlir.constant(2 * warps))
@@ -450,7 +448,7 @@ def _exchange(
 def _over_warps(
     scratch: ir.Value, start: ir.Value, number: ir.Value, kind: nvvm.ReductionKind, identity: int
 ) -> ir.Value:
-    """Reduces what so many warps have left: each lane reads what one of them has."""
+    """Reduces the values of several warps: each lane reads the value of one warp."""
     lane = mlir.lane()
     last = mlir.constant(_warps(scratch) - 1)
     theirs = memref.load(scratch, [mlir.index(arith.addi(start, arith.minsi(lane, last)))])
@@ -460,7 +458,7 @@ def _over_warps(
 
 
 def _warps(scratch: ir.Value) -> int:
-    """Warps that share the scratch memory: all of the program's."""
+    """Returns the number of warps that share the scratch memory: all of the thread block."""
     return ir.MemRefType(scratch.type).shape[0] // _COUNTS_PER_WARP
 
 
@@ -472,11 +470,11 @@ def _wait(scratch: ir.Value) -> None:
         gpu.barrier()
 
 
-# A row, and the columns that it keeps, to global memory
+# Writing a row, or its kept columns, to global memory
 
 
 def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret: bool) -> None:
-    """Writes those values whose columns exist in a row of global memory."""
+    """Writes a row's values to global memory, except columns beyond its end."""
     if interpret:
         ref[...] = values.reshape(-1)[: ref.shape[0]]
         return
@@ -492,7 +490,7 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret
 
 
 def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array:
-    """Floats of a row of global memory, and zeros in columns that do not exist."""
+    """Reads a row of floats from global memory, with zeros in columns beyond its end."""
     if interpret:
         row = ref[...]
         return jnp.pad(row, (0, columns.size - row.shape[0])).reshape(columns.shape)
@@ -503,7 +501,7 @@ def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array
     )
     def read(_: Any, columns: Any, ref: Any) -> Any:
         limit = ir.MemRefType(ref.type).shape[0]
-        # Addresses are made here, or all would be kept until the row is written in its place.
+        # Compute addresses here: the compiler would keep all of them until the row is written.
         code = (
             f"{{ .reg .pred p; .reg .b64 a; setp.lt.s32 p, $2, {limit}; mov.b32 $0, 0; "
             "mad.wide.s32 a, $2, 4, $1; @p ld.global.f32 $0, [a]; }"
@@ -519,7 +517,7 @@ def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array
 
 
 def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None:
-    """Writes values to their places in global memory, counted through all axes, from 0 on."""
+    """Writes values to flat indices of global memory; negative indices are skipped."""
 
     @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
     def write(_: Any, values: Any, places: Any, ref: Any) -> None:
@@ -531,13 +529,13 @@ def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None
 
 
 def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) -> None:
-    """Writes four arrays side by side in bfloat16, 8 bytes at a place.
+    """Interleaves four arrays and writes them in bfloat16, 8 bytes per place.
 
     Args:
       values: The arrays, float32.
-      places: Where the first of each four numbers goes, in fours through all axes, from 0 on.
+      places: Flat index of each four numbers, in units of four; negative ones are skipped.
       ref: Global memory in bfloat16.
-      layout: Of the arrays and of the places.
+      layout: Layout of the arrays and of the places.
     """
 
     @plgpu.inline_mgpu(arg_types=(*[layout] * ADJACENT, layout, plgpu.RefType()))
@@ -571,16 +569,15 @@ def write_kept(
     """Writes the columns whose key is at least `upper`, and the first `missing` equal to `lower`.
 
     Args:
-      keys: Keys of one row, in order: a register of a warp holds the next 32 times as many as
-        one of its threads does.
+      keys: Keys of one row, in order of warps, registers and lanes.
       lower: Key of the ties.
-      upper: Least key that is kept.
-      missing: Ties to keep.
-      count: Columns kept in all.
-      ids_ref: Where the columns go in ascending order, `[P]` in global memory.
+      upper: Least key that is always kept.
+      missing: Number of ties to keep.
+      count: Number of columns to keep.
+      ids_ref: Target of the columns in ascending order, `[P]` in global memory.
       scratch: `scratch_of_counts()` in shared memory.
-      pad: What the entries beyond the count become.
-      layout: Of the keys.
+      pad: Value of the entries beyond `count`.
+      layout: Layout of the keys.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -621,17 +618,16 @@ def _emit_write_kept(
     ids: ir.Value,
     scratch: ir.Value,
 ) -> None:
-    """Writes the columns that are kept, which are those of `_write_kept_interpreted`.
+    """Writes the kept columns, the same as `_write_kept_interpreted`.
 
         above, tied = keys >= upper, keys == lower
         kept = above | (tied & (cumsum(tied) <= missing))
         ids[cumsum(kept) - 1] = column, of the columns that are kept
 
-    A column's sums are those of earlier warps, which these leave in shared memory; of the earlier
-    registers of this warp, and of earlier lanes of the same registers, four of which are added up
-    over lanes at a time, each in a byte of a word; and of earlier columns of the thread itself.
-    Since ties beyond the first `missing` are dropped,
-    `cumsum(kept) = cumsum(above) + min(cumsum(tied), missing)`.
+    A column's cumulative sum adds up earlier warps, through shared memory; earlier registers of
+    this warp; earlier lanes of the same registers, of which four are summed over lanes at a time,
+    each in a byte of a word; and earlier columns of the thread. Since ties beyond the first
+    `missing` are dropped, `cumsum(kept) = cumsum(above) + min(cumsum(tied), missing)`.
     """
 
     def tests(key: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -646,7 +642,7 @@ def _emit_write_kept(
 
     lane, warp, zero = mlir.lane(), mlir.warp(), mlir.constant(0)
     registers = mlir.scalars(keys)
-    # Numbers above and tied in the halves of one integer: neither exceeds 2^14.
+    # Pack both counts into the halves of one integer: neither exceeds 2^14.
     above, tied = count(registers, 1, [zero, zero])
     packed = arith.addi(above, arith.shli(tied, mlir.constant(16)))
     packed = mlir.over_lanes(packed, nvvm.ReductionKind.ADD)
@@ -660,12 +656,12 @@ def _emit_write_kept(
     ]
 
     adjacent = len(registers) // keys.registers.size
-    assert LANES * adjacent < 1 << _BYTE  # columns of a warp in one register of its threads
+    assert LANES * adjacent < 1 << _BYTE  # columns per warp register
     column = arith.addi(
         arith.muli(warp, mlir.constant(LANES * len(registers))),
         arith.muli(lane, mlir.constant(adjacent)),
     )
-    # Opaque, so that the compiler counts again rather than keep what it has found in registers.
+    # The barrier makes the compiler recompute the counts instead of keeping them in registers.
     registers = mlir.scalars(mgpu.optimization_barrier(keys))
     groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
     for first in range(0, len(groups), _WORD_BYTES):
@@ -693,14 +689,14 @@ def _emit_write_kept(
 
 
 def _byte_of(packed: list[ir.Value], place: int) -> list[ir.Value]:
-    """One of the four bytes of each word."""
+    """Extracts one of the four bytes of each word."""
     shift = mlir.constant(_BYTE * place)
     shifted = [arith.shrui(x, shift) if place else x for x in packed]
     return [arith.andi(x, mlir.constant((1 << _BYTE) - 1)) for x in shifted]
 
 
 def _add_earlier_lanes(value: ir.Value) -> ir.Value:
-    """The sum of what this lane and all earlier ones have."""
+    """Returns the sum over this lane and all earlier ones."""
     for distance in (1, 2, 4, 8, 16):
         code = (
             "{ .reg .pred p; .reg .b32 x; "
@@ -714,7 +710,7 @@ def _add_earlier_lanes(value: ir.Value) -> ir.Value:
 
 
 def _shuffle_from(value: ir.Value, lane: int) -> ir.Value:
-    """What one lane has."""
+    """Returns the value of one lane."""
     code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
     return mgpu.utils.inline_ptx(
         code, value, result_types=value.type, has_side_effects=True, convergent=True
@@ -722,7 +718,7 @@ def _shuffle_from(value: ir.Value, lane: int) -> ir.Value:
 
 
 def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
-    """`ids[count:] = pad`, by all threads of a program, of which there are `step`."""
+    """Sets `ids[count:] = pad` with all `step` threads of a thread block."""
     index = ir.IndexType.get()
     length = ir.MemRefType(ids.type).shape[0]
     loop = scf.ForOp(
@@ -735,7 +731,7 @@ def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
         scf.yield_([])
 
 
-# A row that comes in parts
+# Adding up the parts of a row
 
 
 def add_parts(
@@ -747,16 +743,16 @@ def add_parts(
     is_triangle: bool,
     interpret: bool,
 ) -> tuple[Float[Array, "height columns"], Int[Array, "height columns"]]:
-    """Adds up the parts of a row's tiles, each a float times a power of two for the whole tile.
+    """Adds up the parts of a row's tiles, each of which has floats and one power of two.
 
-    Only parts that exist are read, whatever the others hold.
+    Only existing parts are read; the others may hold anything.
 
     Args:
       part_ref: Floats, `[splits, tiles, columns]` in global memory.
-      exponent_ref: Exponents, `[tiles, 16]`; far below any other for parts of zeros.
-      height: Tiles of each warpgroup.
-      num_tiles: Tiles that exist.
-      is_triangle: Whether tile `t` has parts from split `t // 2` on; else it has all.
+      exponent_ref: Exponents, `[tiles, 16]`; far below all others for parts of zeros.
+      height: Tiles per warpgroup.
+      num_tiles: Number of existing tiles.
+      is_triangle: Whether tile `t` only has parts from split `t // 2` on.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -811,19 +807,19 @@ def _add_parts_interpreted(
 def _emit_add_parts(
     parts: ir.Value, exponents: ir.Value, height: int, num_tiles: int, is_triangle: bool
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """A thread's sums and exponents, four columns at a time: those of `_add_parts_interpreted`.
+    """Returns a thread's sums and exponents, four columns at a time, as `_add_parts_interpreted`.
 
         there = (tile < num_tiles) & ((tile <= 2 split + 1) | not is_triangle)
         exponent = where(there, exponents[tile, split], NO_EXPONENT)
         largest = max(max over splits of exponent, NO_EXPONENT / 2)
         total = Σ over splits of where(there, parts[split, tile], 0) · 2^(exponent - largest)
 
-    A thread has four columns of every second tile of its warp's, a half of the warp each of two:
-    `least` is the first split whose part of the tile is there, or `num_splits` for no part.
+    Each half of a warp has one of two tiles, and a thread four columns of it. `least` is the first
+    split whose part of the tile exists, or `num_splits` if none does.
     """
     num_splits, _, columns = ir.MemRefType(parts.type).shape
     width = ir.MemRefType(exponents.type).shape[-1]
-    lanes = columns // ADJACENT  # that hold a tile, a power of two
+    lanes = columns // ADJACENT  # lanes per tile, a power of two
     lane = mlir.lane()
     first = arith.muli(mlir.warp(), mlir.constant(height // WARPS))
     first = arith.addi(first, arith.shrui(lane, mlir.constant(lanes.bit_length() - 1)))
@@ -844,20 +840,20 @@ def _emit_add_parts(
 def _sum_of_tile(
     parts: ir.Value, start: ir.Value, exponent: ir.Value, least: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Four adjacent sums of one tile, of the parts from `least` on, and their exponent.
+    """Returns four adjacent sums of one tile over the parts from `least` on, and their exponent.
 
     Args:
       parts: All parts.
       start: Address of the four columns in the first split's part.
       exponent: Address of the tile's exponents.
-      least: First split whose part is there.
+      least: First split whose part exists.
     """
     num_splits, height, columns = ir.MemRefType(parts.type).shape
     number = ir.F32Type.get()
     exponents: list[ir.Value] = []
     for split in range(0, num_splits, ADJACENT):
         exponents += _load(exponent, 4 * split, mlir.constant(0), 0, mlir.i32(), "b32")
-    stride = 4 * height * columns  # bytes
+    stride = 4 * height * columns  # bytes per split
     loaded = [
         _load(start, split * stride, least, split, number, "f32") for split in range(num_splits)
     ]
@@ -866,7 +862,7 @@ def _sum_of_tile(
     for split in range(num_splits):
         is_there = arith.cmpi(arith.CmpIPredicate.sle, least, mlir.constant(split))
         shifts.append(arith.select(is_there, exponents[split], none))
-    # More than that of none, so that the factor of none is 0.
+    # Above the exponent of a missing part, whose factor is then 0.
     largest = functools.reduce(arith.maxsi, shifts, mlir.constant(NO_EXPONENT // 2))
     totals = [arith.constant(number, 0.0)] * ADJACENT
     for values, shift in zip(loaded, shifts, strict=True):
@@ -889,14 +885,14 @@ def _load(
     name: str,
     number: int = ADJACENT,
 ) -> list[ir.Value]:
-    """Four adjacent numbers (`number`), or zeros unless `index` is at least `least`."""
+    """Loads four adjacent numbers of type `number`, or zeros unless `index` is at least `least`."""
     zeros = " ".join(f"mov.b32 ${x}, 0;" for x in range(number))
     targets = ", ".join(f"${x}" for x in range(number))
     code = (
         f"{{ .reg .pred p; setp.le.s32 p, ${number + 1}, {index}; {zeros} "
         f"@p ld.global.v{number}.{name} {{{targets}}}, [${number} + {offset}]; }}"
     )
-    # In order with what waits for the kernel that writes the numbers.
+    # Side effects keep the load behind the wait for the kernel that writes the numbers.
     return list(
         mgpu.utils.inline_ptx(
             code, pointer, least, result_types=[kind] * number, has_side_effects=True
@@ -904,27 +900,27 @@ def _load(
     )
 
 
-# A row that comes by heads
+# Adding up a row over heads
 
 
 def read_powers(
     power_ref: Any, there: Int[Array, ""], *, height: int, columns: int, interpret: bool
 ) -> list[Array]:
-    """Starts to read the row of the first heads, as many as registers have room for.
+    """Starts to read the rows of the first heads, as many as fit in registers.
 
     Args:
       power_ref: Numbers in bfloat16, `[heads, tiles * columns]` in global memory.
-      there: Columns that there are in all warpgroups; those beyond are anything.
-      height: Tiles of each warpgroup.
-      columns: Of a tile.
+      there: Number of existing columns in all warpgroups; later ones give arbitrary numbers.
+      height: Tiles per warpgroup.
+      columns: Columns per tile.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      What `add_powers` takes, in `tiles_layout(height, columns)`: words of two columns.
+      The argument `read` of `add_powers`, in `tiles_layout(height, columns)`: words of two columns.
     """
     shape = (height, columns)
     of_head = height * columns // (THREADS * _PACKED)
-    # None of long rows, which leave no room beside what makes the factors.
+    # Prefetch nothing of long rows: computing the factors needs the registers.
     number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
     if interpret:
         return [power_ref[head, :].reshape(shape) for head in range(number)]
@@ -959,16 +955,16 @@ def add_powers(
     part: int,
     interpret: bool,
 ) -> Float[Array, "height columns"]:
-    """Adds up a row of every head, each part of which has a factor; columns beyond are anything.
+    """Adds up the rows of all heads, with a factor per part of each row.
 
     Args:
-      read: What `read_powers` has read.
+      read: Result of `read_powers`.
       power_ref: Numbers in bfloat16, `[heads, tiles * columns]` in global memory.
       factors: `[heads or more, parts]` in shared memory.
-      there: Columns that there are in all warpgroups.
-      height: Tiles of each warpgroup.
-      columns: Of a tile.
-      part: Columns of a part, a multiple of four.
+      there: Number of existing columns in all warpgroups; later ones give arbitrary sums.
+      height: Tiles per warpgroup.
+      columns: Columns per tile.
+      part: Columns per part, a multiple of four.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -1010,19 +1006,19 @@ def _sum_of_heads(
     column: ir.Value,
     part: int,
 ) -> list[ir.Value]:
-    """Four adjacent sums; some heads are read before any of them is added.
+    """Returns four adjacent sums; reads several heads before adding any.
 
     Args:
-      powers: Of all heads.
-      factors: Of all heads and parts.
-      held: What has been read of the first heads.
+      powers: Numbers of all heads.
+      factors: Factors of all heads and parts.
+      held: Prefetched words of the first heads.
       start: Address of the four columns in the first head's row.
-      unread: 1 if none of them is there, else 0.
-      column: The first of them.
-      part: Columns of a part.
+      unread: 1 if none of the columns exists, else 0.
+      column: First of the four columns.
+      part: Columns per part.
     """
     num_heads = ir.MemRefType(powers.type).shape[0]
-    # Of columns that are not there, any part that is.
+    # Clamp missing columns to an existing part.
     own = arith.shrui(column, mlir.constant(part.bit_length() - 1))
     own = mlir.index(arith.select(_is_one(unread), mlir.constant(0), own))
     totals = [arith.constant(ir.F32Type.get(), 0.0)] * ADJACENT
@@ -1040,7 +1036,7 @@ def _sum_of_heads(
 
 
 def _load_power(powers: ir.Value, start: ir.Value, unread: ir.Value, head: int) -> list[ir.Value]:
-    """Four adjacent numbers of a head in two words, or zeros."""
+    """Loads four adjacent numbers of a head as two words, or zeros."""
     kind, number = ir.MemRefType(powers.type), ADJACENT // _PACKED
     return _load(start, 2 * head * kind.shape[1], unread, 0, mlir.i32(), "b32", number)
 
@@ -1048,7 +1044,7 @@ def _load_power(powers: ir.Value, start: ir.Value, unread: ir.Value, head: int) 
 def _places_of_tiles(
     powers: ir.Value, there: ir.Value, shape: tuple[int, int]
 ) -> list[tuple[ir.Value, ir.Value, ir.Value]]:
-    """Of each four adjacent columns of a thread: the address, 1 if none is there, the column."""
+    """Returns for each four adjacent columns: their address, 1 if none exists, first column."""
     found = []
     for column in _tile_places(*shape):
         is_there = arith.cmpi(arith.CmpIPredicate.slt, column, there)
@@ -1062,11 +1058,11 @@ def _is_one(flag: ir.Value) -> ir.Value:
 
 
 def _tile_places(height: int, columns: int) -> list[ir.Value]:
-    """Where each four adjacent columns of a thread begin in a row in `tiles_layout`.
+    """Returns the offset in the row of each four adjacent columns of a thread in `tiles_layout`.
 
-    A thread has four columns of every second tile of its warp's, a half of the warp each of two.
+    Each half of a warp has one of two tiles, and a thread four columns of it.
     """
-    lanes = columns // ADJACENT  # that hold a tile, a power of two
+    lanes = columns // ADJACENT  # lanes per tile, a power of two
     lane = mlir.lane()
     first = arith.muli(mlir.warp(), mlir.constant(height // WARPS))
     first = arith.addi(first, arith.shrui(lane, mlir.constant(lanes.bit_length() - 1)))
@@ -1076,7 +1072,7 @@ def _tile_places(height: int, columns: int) -> list[ir.Value]:
 
 
 def as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
-    """Numbers of a thread in order, adjacent columns after each other, as an array."""
+    """Wraps a thread's numbers, with adjacent columns in order, as an array."""
     target = layout.to_mgpu()
     adjacent = target.vector_length
     kind = ir.VectorType.get((adjacent,), values[0].type)

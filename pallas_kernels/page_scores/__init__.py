@@ -1,1 +1,1 @@
-"""Page scores: what queries would attend to in each page of keys."""
+"""Page scores: the attention of queries to each page of keys."""

@@ -1,8 +1,8 @@
-"""Page scores of a prompt's rows, and the queries that represent each row.
+"""Page scores of a prompt's query blocks, and the representative queries of each block.
 
-A function returns `None`, or says beforehand, where no kernel takes the call; the policy then runs
-plain JAX. Hopper multiplies by tensor cores in eight bits; other GPUs from Ampere on by single
-warps in float16.
+A function returns `None` if no kernel supports the call, or `takes_page_scores` says so; the policy
+then uses plain JAX. Hopper multiplies in eight bits per warpgroup; other GPUs from Ampere on
+multiply in float16 per warp.
 """
 
 import math
@@ -22,7 +22,7 @@ from sketchwalk_jax.pallas_kernels.config import (
 )
 from sketchwalk_jax.scaled import to_float8
 
-# Numbers that kernels keep between them, half a gigabyte of float16.
+# Most page max logits in memory between kernels: half a gigabyte of float16.
 _MOST_MAX_LOGITS = 2**28
 
 
@@ -34,9 +34,9 @@ def representatives(
     block_size: int,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B I R N C"] | None:
-    """Queries that stand for each row of the recommended policy, in the slow half of the channels.
+    """Selects each query block's representative queries, in the slow half of the channels.
 
-    But for distances that differ by less than 2^-17 of themselves, the same ones.
+    They equal those of plain JAX unless two distances differ by less than a relative 2^-17.
     """
     is_right = query.dtype.itemsize == 2 and query.shape[-1] in SCORED_HEADS
     if not is_right or block_size != SCORED_BLOCK:
@@ -55,7 +55,7 @@ def representatives(
 
 
 def takes_page_scores(queries: Float[Array, "B I R N C"], *, block_size: int, pages: int) -> bool:
-    """Whether kernels score the pages of blocks for these queries of a prompt's rows."""
+    """Whether kernels support page scores for these representative queries of a prompt."""
     is_right = queries.dtype == "bfloat16" and 2 * queries.shape[-1] in SCORED_HEADS
     is_token = queries.shape[1] * queries.shape[2] == 1
     return is_right and block_size == SCORED_BLOCK and pages == SCORED_PAGES and not is_token
@@ -72,16 +72,16 @@ def page_scores_of_kernels(
     heads: Any,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B I P"]:
-    """`policies.block_codes.block_scores` by kernels, which have one axis for rows and queries.
+    """Computes `policies.block_codes.block_scores` with kernels, which flatten blocks and queries.
 
     Args:
-      queries: Queries that represent each row.
-      codes: The quantised keys of one layer among all, a `LayerCodes`.
-      rows: Block of each row.
-      kv_lengths: Keys present in each sequence.
+      queries: Representative queries of each query block.
+      codes: Quantized keys of one layer, a `LayerCodes`.
+      rows: Index of each query block.
+      kv_lengths: Number of keys in each sequence.
       scale: Factor of the products.
       exponent: Order of the norm over heads and queries.
-      heads: The `Heads` of a rank, or `None` where all heads are here.
+      heads: The `Heads` of a rank, or `None` if all heads are local.
       kernel_config: Whether the kernels are interpreted.
     """
     from sketchwalk_jax.pallas_kernels.page_scores.hopper import STEP, TILE, queries_per_row
@@ -91,7 +91,7 @@ def page_scores_of_kernels(
     num_blocks, kv_heads = codes.stack.centre.shape[2:4]
     wanted = count * num_heads // kv_heads
     per_row = queries_per_row(wanted)
-    # Rows at a time: a multiple of what fills a program, and as many as the memory says.
+    # Query blocks at a time: a multiple of those of a thread block, up to the memory limit.
     room = num_blocks if is_ampere else -(-num_blocks // STEP) * STEP
     least = TILE // math.gcd(TILE, per_row)
     most = _MOST_MAX_LOGITS // (batch * kv_heads * room * SCORED_PAGES * per_row)
@@ -137,7 +137,7 @@ def _hopper_scores(
     exponent: int,
     interpret: bool,
 ) -> Callable[..., Float[Array, "B K parts Q P"]]:
-    """Scores of queries `[B K M C]` from their first row on, before the norm, on Hopper."""
+    """Returns a function that scores queries `[B K M C]` on Hopper, without the norm's root."""
     from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
     from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
         dequantize_kernel,
@@ -171,7 +171,7 @@ def _score_tile(
     exponent: int,
     interpret: bool,
 ) -> Callable[..., Float[Array, "B K parts Q P"]]:
-    """`_hopper_scores` on GPUs from Ampere on."""
+    """Returns the same function as `_hopper_scores`, for GPUs from Ampere on."""
     from sketchwalk_jax.pallas_kernels.page_scores.max_logits import max_logits_kernel
     from sketchwalk_jax.pallas_kernels.page_scores.prompt_scores import page_scores_kernel
 
@@ -193,14 +193,14 @@ def _score_tile(
 def doubled_queries(
     query: Float[Array, "B K M C"], *, per_row: int, wanted: int
 ) -> tuple[Float[Array, "B K M C"], Float[Array, "B K M"]]:
-    """Queries as `max_logits_kernel` takes them: twice those in eight bits, and what they lack.
+    """Rounds queries for `max_logits_kernel`: to eight bits, doubled, with a power of two each.
 
-    They are small enough that no sum of products with keys is above the largest float16.
+    They are small enough that no sum of products with keys exceeds the largest float16.
 
     Args:
-      query: Queries, row after row.
-      per_row: Queries of a row.
-      wanted: Those of them that count; of the others what they lack is NaN, and not a power of two.
+      query: Queries, block after block.
+      per_row: Queries per block.
+      wanted: Valid queries per block; the padding's factors are NaN.
     """
     from sketchwalk_jax.pallas_kernels.page_scores.hopper_max_logits import largest_of_query
 

@@ -1,12 +1,12 @@
-"""Codes of four bits as numbers of 16 bits, in the registers of single threads.
+"""Dequantizes 4-bit keys to float16, in the registers of single threads.
 
-Two codes of a word become float16 in two instructions: their four bits go into the mantissa of
-1024, and a product and a sum take off what is too much and multiply by the step. All of it is
-exact: `step · code` is exact in eight bits. The steps are halved and the queries doubled, or
-constants would exceed 65504.
+Two quantized numbers of a word become float16 in two instructions: their four bits go into the
+mantissa of 1024, and a fused multiply-add subtracts the excess and multiplies by the scale. This is
+exact: `step · code` is exact in eight bits. The scales are halved and the queries doubled, since
+constants would exceed 65504 otherwise.
 
-The two codes of a pair are those of bytes 0 and 2 of a word, or of bytes 1 and 3; the low four bits
-of a byte are a channel of the first half, the high ones one of the second (`BlockCodes`).
+A pair is in bytes 0 and 2 of a word, or in bytes 1 and 3; a byte's low four bits are a channel of
+the first half, its high four bits one of the second half (`BlockCodes`).
 """
 
 from typing import Any
@@ -16,22 +16,22 @@ from jaxlib.mlir.dialects import arith as typed_arith
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 
-# Its annotations lack the operands that its functions take.
+# The module's type annotations lack the operands of its functions.
 arith: Any = typed_arith
 
 LOW, HIGH = 0, 1  # halves of the channels, and of a byte
-NO_STEP = -128  # in the place of a step: there is no key
-_BITS = (0x000F000F, 0x00F000F0)  # of two codes in a word
-_MAGIC = (0x64086408, 0x64806480)  # 1024, and the sign bit of the code, which is turned over
-_STEP_BIAS = (14, 10)  # what makes the field of an exponent: step / 2, and step / 32
-_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152: what is taken off, in units of the above
+NO_STEP = -128  # scale exponent of a block without keys
+_BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
+_MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
+_STEP_BIAS = (14, 10)  # float16 exponent bias of half the scale, and of a 32nd of it
+_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152, in units of these scales
 
 
 def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]:
-    """Product and sum for bytes 0 and 2, then for bytes 1 and 3, of each word of codes.
+    """Returns factor and addend for bytes 0 and 2, then for bytes 1 and 3, of each word.
 
     Args:
-      steps: Exponents of the steps of the channels of the codes, in words of four.
+      steps: Exponents of the channels' scales, in words of four.
       half: `LOW` or `HIGH`.
     """
     found = []
@@ -47,7 +47,7 @@ def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]
 
 
 def numbers(word: ir.Value, half: int, factor: ir.Value, excess: ir.Value) -> ir.Value:
-    """Two of the codes of a word, of bytes 0 and 2, times half their steps, in float16."""
+    """Dequantizes bytes 0 and 2 of a word to float16, with half the scales."""
     code = (
         f"{{ .reg .b32 x; lop3.b32 x, $1, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
         "fma.rn.f16x2 $0, x, $2, $3; }"
@@ -56,9 +56,9 @@ def numbers(word: ir.Value, half: int, factor: ir.Value, excess: ir.Value) -> ir
 
 
 def in_pairs(numbers: list[ir.Value]) -> list[ir.Value]:
-    """Of each four numbers of 16 bits, the first and the third, then the second and the fourth.
+    """Permutes each group of four 16-bit numbers to [0, 2, 1, 3].
 
-    So lie what codes are multiplied with.
+    The other operand of products with `numbers` needs this order.
     """
     found = []
     for start in range(0, len(numbers), 2):
@@ -69,7 +69,7 @@ def in_pairs(numbers: list[ir.Value]) -> list[ir.Value]:
 
 
 def is_empty(steps: list[ir.Value]) -> ir.Value:
-    """Whether a block has no key, from words of its steps."""
+    """Whether a block has no key, from words of its scale exponents."""
     byte = arith.andi(steps[0], _int(0xFF))
     return arith.cmpi(arith.CmpIPredicate.eq, byte, _int(NO_STEP & 0xFF))
 

@@ -1,36 +1,36 @@
-"""What pages of keys are worth to the rows of a prompt, on Hopper GPUs: two kernels.
+"""Page scores of a prompt's query blocks on Hopper GPUs, in two kernels.
 
-A row is stood for by a few queries of every head; those of the heads that share a key/value head
-follow each other here, row after row, as `m`. The first kernel multiplies in eight bits, queries
-times a power of two of each,
+A few representative queries of every head stand for a query block (a row). `m` counts the queries
+of all heads that share a key/value head, row after row. The first kernel computes page max logits.
+It multiplies in eight bits, with a power of two per query, and with keys `k'` relative to their
+block's zero point `centre`,
 
     peaks[p, m] = 2^{a_m} max_{s in page p} (2^{-a_m} q_m) · k'_s
 
-and the second adds what the keys of a block have in common and takes the softmax over pages,
+and the second adds the zero points' logits and takes the softmax over pages,
 
     l[p, m] = scale · (peaks[p, m] + q_m · centre_j)
     S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
 
 for the four pages `p` of 16 keys of each block `j` up to the row's own (`policies.block_codes`).
 
-*Peaks.* A program has 64 queries for each of its computing warpgroups, which round them to eight
-bits and keep them in registers, and one more warpgroup, the loader, which brings the keys eight
-blocks at a time: every block is read once for all of them. While a warpgroup takes the maxima of
-two blocks, the tensor cores multiply for it with the next two (`hopper_max_logits`): a block of 64
-channels takes them 64 cycles for each warpgroup, and 16 instructions of each warp at half the rate.
-Maxima are put down in shared memory and copied out eight blocks at a time, in float16 as the tensor
-cores made them, without the queries' powers of two. A block is needed up to the row of the
-program's last query; what lies behind that is never written.
+*Page max logits.* Each computing warpgroup of a thread block rounds 64 queries to eight bits and
+keeps them in registers. One more warpgroup, the loader, copies the keys eight blocks at a time, so
+each block is read once for all of them. While a warpgroup takes the maxima of two blocks, the
+tensor cores multiply the next two (`hopper_max_logits`): a block of 64 channels takes them 64
+cycles per warpgroup, and the maxima take 16 half-rate instructions per warp. Maxima go to shared
+memory and are copied out eight blocks at a time, in the tensor cores' float16, without the queries'
+powers of two. Blocks after the row of the thread block's last query are never written.
 
-*Scores.* A warpgroup has 32 queries, of one row, or of up to four rows that have few; the two of a
-program share the centres. It goes through the blocks twice, 64 at a time, once for the denominators
-and once back for the shares, which are never written: it begins with what is still in shared
-memory, and goes on with what came last into the GPU's cache. It multiplies with the centres of 64
-blocks and adds that to four pages of each, one after another: so references, masks and products are
-there once for four numbers. Peaks are read in place, page by page. A thread adds powers beside
-references of its own, which move only when a logit exceeds one by far. A number is the rounded sum
-of both products, the same one in both passes, and powers are taken beside the largest one, so that
-equal pages have equal shares however large they are.
+*Scores.* A warpgroup has 32 queries, of one row or of up to four short rows; the two warpgroups of
+a thread block share the zero points. It passes over the blocks twice, 64 at a time: forward for the
+denominators, then backward for the shares, which are never written. The backward pass first reuses
+shared memory, then the GPU's cache. A warpgroup multiplies with the zero points of 64 blocks and
+adds the products to the blocks' four pages, one after another, so that four numbers share
+references, masks and products. It reads page max logits in place, page by page. Each thread sums
+exponentials relative to its own reference, which moves only when a logit exceeds it by far. A logit
+is the rounded sum of both products, the same in both passes, and shares are relative to the largest
+logit, so that equal pages always have equal shares.
 """
 
 import dataclasses
@@ -48,14 +48,14 @@ from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.page_scores import hopper_max_logits as max_logits
 from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
 
-_QUERIES = max_logits.QUERIES  # of a warpgroup of the first kernel
-_GROUP = max_logits.GROUP  # blocks brought together, and whose maxima are copied out together
-_COMPUTING = 4  # warpgroups of the first kernel that compute
-_REGISTERS = (32, 112)  # of a thread that loads, and of one that computes
+_QUERIES = max_logits.QUERIES  # per warpgroup of the first kernel
+_GROUP = max_logits.GROUP  # blocks per copy of keys, and per copy of maxima
+_COMPUTING = 4  # computing warpgroups of the first kernel
+_REGISTERS = (32, 112)  # per loading thread, and per computing thread
 _KEY_STAGES = 4  # groups of keys in shared memory
-_WARPGROUPS = 2  # of the second kernel, which share the centres of blocks
-_PART = 32  # queries of each
-_STEP = 64  # blocks that it takes at a time
+_WARPGROUPS = 2  # warpgroups of the second kernel, which share the blocks' zero points
+_PART = 32  # queries per warpgroup
+_STEP = 64  # blocks per step
 _STAGES = 2  # steps in shared memory, a power of two
 _PAGES = max_logits.PAGES
 _SLACK = 64.0  # how far above its reference a logit may be, in powers of two
@@ -63,11 +63,11 @@ _SLACK = 64.0  # how far above its reference a logit may be, in powers of two
 TILE = _QUERIES * _COMPUTING
 """The number of queries is a multiple of this."""
 STEP = _STEP
-"""The number of blocks of centres is a multiple of this."""
+"""The number of blocks of zero points is a multiple of this."""
 
 
 def queries_per_row(wanted: int) -> int:
-    """The least number of queries of a row that the kernels take: 8, 16 or a multiple of 32.
+    """Rounds the queries per row up to a supported number: 8, 16 or a multiple of 32.
 
     Example:
       >>> [queries_per_row(count) for count in (3, 12, 28, 56)]
@@ -76,18 +76,18 @@ def queries_per_row(wanted: int) -> int:
     return next((one for one in (8, 16) if wanted <= one), -(-wanted // _PART) * _PART)
 
 
-# Peaks
+# Page max logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PeaksTiling:
-    """What is static about a call of the first kernel.
+    """Static parameters of a call of the first kernel.
 
     Attributes:
-      tiles: Programs of a key/value head.
-      per_row: Queries of a row.
-      wanted: Those of them that are queries; the others fill up.
-      groups: Groups of keys that there are.
+      tiles: Thread blocks per key/value head.
+      per_row: Queries per row, with padding.
+      wanted: Queries per row, without padding.
+      groups: Number of groups of keys.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -113,12 +113,12 @@ def _peaks(
     freed: Any,
     arrived: Any,
 ) -> None:
-    """One program: a loader and the warpgroups that compute."""
+    """Runs one thread block: a loader and the computing warpgroups."""
     warpgroup = jax.lax.axis_index("warpgroup")
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    tile = tiling.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
+    tile = tiling.tiles - 1 - jax.lax.axis_index("tile")  # tiles with many blocks come first
     last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, tiling.per_row)
-    # Whole groups are written: nobody asks for what is beyond the last row.
+    # Write whole groups; numbers beyond the last row are never used.
     groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, tiling.groups)
     share_registers = functools.partial(ops.share_registers, *_REGISTERS, num_computing=_COMPUTING)
 
@@ -137,7 +137,7 @@ def _peaks(
             plgpu.copy_gmem_to_smem(own, keys.at[slot], filled.at[slot])
             return nothing
 
-        # And one more group, with which the computing ones start and do not go on.
+        # One more group, since the computing warpgroups always start the next products.
         jax.lax.fori_loop(0, groups + 1, load, ())
 
     @pl.when(warpgroup < _COMPUTING)
@@ -151,7 +151,7 @@ def _peaks(
         mine, factors = max_logits.round_queries(mine)
         place = tile * TILE + warpgroup * _QUERIES
         place = place + plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=max_logits.BY_ROW)
-        # What fills up a row is left out.
+        # NaN excludes the padding of rows.
         factors = jnp.where(jax.lax.rem(place, tiling.per_row) < tiling.wanted, factors, jnp.nan)
         ops.write(factor.at[batch, kv_head, own], factors)
 
@@ -179,7 +179,7 @@ def _peaks(
             of_group = _PAGES * _GROUP
             target = out.at[batch, kv_head, pl.ds(index * of_group, of_group), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of the group before
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous group's copy
             max_logits.settle(interpret=tiling.interpret)
             return ()
 
@@ -196,20 +196,22 @@ def hopper_max_logits_kernel(
     wanted: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K P M"], Float[Array, "B K M"]]:
-    """`peaks` of the module in two factors; those of blocks after a query's own row are anything.
+    """Computes page max logits, `peaks` of the module, in two factors.
+
+    Pages after a query's own row have arbitrary numbers.
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
-      key: Keys beside their block's centre, in float8_e4m3fn, of groups of eight blocks, which lie
-        as `hopper_max_logits` says.
-      first_row: Block of each sequence's first row.
-      per_row: Queries of a row.
-      wanted: Those of them that count; of the others the factor is NaN.
+      key: Keys relative to their block's zero point, float8_e4m3fn, laid out as in
+        `hopper_max_logits`.
+      first_row: Block index of each sequence's first row.
+      per_row: Queries per row, with padding.
+      wanted: Queries per row, without padding; the padding's factors are NaN.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      The largest products in float16, of the pages of all blocks, whose number is rounded up to a
-      multiple of `STEP`, and the power of two of each query, float32.
+      The largest float16 products, for the pages of all blocks, padded to a multiple of `STEP`, and
+      the float32 power of two of each query.
     """
     batch, kv_heads, num_queries, channels = query.shape
     groups, lines = key.shape[2:4]
@@ -253,13 +255,13 @@ def hopper_max_logits_kernel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ScoresTiling:
-    """What is static about a call of the second kernel.
+    """Static parameters of a call of the second kernel.
 
     Attributes:
-      programs: Programs of a key/value head.
-      per_row: Queries of a row: 8, 16 or a multiple of 32.
+      programs: Thread blocks per key/value head.
+      per_row: Queries per row: 8, 16 or a multiple of 32.
       blocks: Blocks, a multiple of 64.
-      factor: Factor of the products in powers of two.
+      factor: Factor of the products times `log2(e)`.
       exponent: Order of the norm.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -273,12 +275,12 @@ class _ScoresTiling:
 
     @property
     def rows(self) -> int:
-        """Rows of a warpgroup."""
+        """Rows per warpgroup."""
         return max(1, _PART // self.per_row)
 
     @property
     def parts(self) -> int:
-        """Warpgroups of a row."""
+        """Warpgroups per row."""
         return max(1, self.per_row // _PART)
 
 
@@ -299,21 +301,21 @@ def _scores(
     freed: Any,
     arrived: Any,
 ) -> None:
-    """One program: two warpgroups of 32 queries; the first one brings the centres for both."""
+    """Runs one thread block: two warpgroups of 32 queries; the first loads zero points for both."""
     warpgroup = jax.lax.axis_index("warpgroup")
     program = tiling.programs - 1 - jax.lax.axis_index("program")
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     place = program * _WARPGROUPS + warpgroup
-    first = jax.lax.div(place * _PART, tiling.per_row)  # its rows, among those of the call
+    first = jax.lax.div(place * _PART, tiling.per_row)  # index of its first row in the call
     part = jax.lax.rem(place, tiling.parts)
-    last_query = (program + 1) * _WARPGROUPS * _PART - 1  # of all warpgroups, which go along
+    last_query = (program + 1) * _WARPGROUPS * _PART - 1  # of both warpgroups
     last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
     steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
     shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
     mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
 
     def load(step: Any, *, waits: Any) -> None:
-        """Brings a step; `waits` if another one is to be read in its place first."""
+        """Starts to copy a step; `waits` until its slot has been read."""
         slot = jnp.bitwise_and(step, _STAGES - 1)
         some = pl.ds(step * _STEP, _STEP)
         for page in range(_PAGES):
@@ -339,12 +341,12 @@ def _scores(
     reach = first_row[batch] + first + row
 
     def products(step: Any, *, is_new: Any, following: Any) -> Any:
-        """Those of one step with centres; what pages add to them may still be read.
+        """Returns products of one step with zero points; its page max logits stay readable.
 
         Args:
           step: The step.
-          is_new: Whether nobody has waited for it yet.
-          following: The step that is to take its place, if there is such a one.
+          is_new: Whether its copies have not been awaited yet.
+          following: The step that will use its slot next, if it exists.
         """
         slot = jnp.bitwise_and(step, _STAGES - 1)
 
@@ -363,12 +365,12 @@ def _scores(
         def _() -> None:
             plgpu.barrier_arrive(freed.at[slot])
 
-        # The place that is filled next is that of the step before, which all warps have read now.
+        # After this, the previous step's slot may be filled again: all warps have read it.
         row_ops.barrier(interpret=tiling.interpret)
         return found
 
     def of_page(step: Any, page: Any, shared: Any) -> Any:
-        """Products of a page of each block of a step: a sum that is rounded once, and alike."""
+        """Returns logits of one page per block of a step, identical in both passes."""
         slot = jnp.bitwise_and(step, _STAGES - 1)
         return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
 
@@ -389,7 +391,7 @@ def _scores(
             more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
             return more, is_far | is_farther
 
-        # Not one by one in the program: the numbers of all pages need more registers.
+        # A loop, since unrolled code would hold all pages in registers.
         start = (ops.full(shape, 0.0), jnp.int32(0))
         more, is_far = jax.lax.fori_loop(0, _PAGES, add, start)
 
@@ -426,7 +428,7 @@ def _scores(
     highest = over_rows(reference, "max")
     below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
     total = over_rows(total * jnp.exp2(below), "add")
-    # Of a query that saw nothing any number will do: nothing that it saw counts.
+    # If the query sees no page, any finite offset will do.
     offset = jnp.where(total > 0.0, highest, 0.0)
     common = ops.spread(jnp.log2(total) * tiling.exponent, shape, 1)
     offset = ops.spread(offset, shape, 1)
@@ -440,7 +442,7 @@ def _scores(
         outs = [out.at[batch, kv_head, part, first + index] for index in range(tiling.rows)]
 
         def write(page: Any, _: Any) -> Any:
-            # What is large is taken away first: what is left counts to the last bit.
+            # Subtract the large offset first, which makes the difference exact.
             away = of_page(step, page, shared) - offset
             away = away * (tiling.factor * tiling.exponent) - common
             parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)
@@ -465,21 +467,21 @@ def hopper_page_scores_kernel(
     exponent: int,
     interpret: bool = False,
 ) -> Float[Array, "B K parts I P"]:
-    """`S` of the module, of each key/value head and each 32 queries of a row.
+    """Computes page scores, `S` of the module, per key/value head and 32 queries of a row.
 
     Args:
-      peaks: From `hopper_max_logits_kernel`; NaN leaves one out.
-      factor: From there; NaN leaves a query out.
+      peaks: Page max logits of `hopper_max_logits_kernel`; NaN excludes a page.
+      factor: Factors of `hopper_max_logits_kernel`; NaN excludes a query.
       query: The queries in 16 bits.
-      centre: Centres of the blocks in 16 bits.
-      first_row: Block of each sequence's first row.
-      per_row: Queries of a row, from `queries_per_row`.
+      centre: Zero points of the blocks in 16 bits.
+      first_row: Block index of each sequence's first row.
+      per_row: Queries per row, from `queries_per_row`.
       scale: Factor of the products.
       exponent: Order of the norm.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32, to be summed over `K` and `parts`; of blocks after a row's own it may be anything.
+      Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block.
     """
     batch, kv_heads, num_queries, channels = query.shape
     tiling = _ScoresTiling(

@@ -1,16 +1,15 @@
-"""What keys are beside the centre of their block, in eight bits, from their codes, on Hopper GPUs.
+"""Dequantizes 4-bit keys to float8, relative to their block's zero point, on Hopper GPUs.
 
     k'_s = step · code_s,   exact in float8_e4m3fn (`policies.block_codes`)
 
-of one layer's keys among all, as `hopper` multiplies them and where it wants them
-(`hopper_max_logits`). The first key of a page of 16 fills the place of a token that is not there: a
-maximum does not see it twice. NaN where a page has no key.
+for the keys of one layer, in the layout that `hopper` multiplies (`hopper_max_logits`). Missing
+tokens of a page repeat its first key, so the maximum stays the same. Pages without a key are NaN.
 
-A warp has one block of one key/value head. Two threads share a key; each reads 8 or 16 bytes of
-codes of four keys, and with the steps of their channels, which it makes numbers of once, writes as
-many bytes of the first half of the channels, and of the second one. Half a byte of each number is
-read, and a byte is written. Two codes become float16 in one instruction (their bits into the
-mantissa of 1024), lose what is too much, are multiplied by the step, and become eight bits.
+A warp has one block of one key/value head. Two threads share a key. Each reads 8 or 16 quantized
+bytes of four keys, converts the channels' scales once, and writes as many bytes of the first half
+of the channels and of the second half. So each number costs half a byte of reads and a byte of
+writes. Two quantized numbers become float16 in one instruction (their bits go into the mantissa of
+1024); then the excess is subtracted, and they are scaled and converted to float8.
 """
 
 import dataclasses
@@ -30,32 +29,32 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.page_scores import hopper_max_logits as max_logits
 
-# Its annotations lack the operands that its functions take.
+# The module's type annotations lack the operands of its functions.
 arith: Any = typed_arith
 
 _KEYS = max_logits.BLOCK
 _OF_GROUP = max_logits.GROUP * _KEYS  # keys
-_SHARING = 2  # threads of a key
-_AT_ONCE = mlir.LANES // _SHARING  # keys of a warp, those of a page
+_SHARING = 2  # threads per key
+_AT_ONCE = mlir.LANES // _SHARING  # keys per warp at a time: a page
 _PAGES = max_logits.PAGES
 _WORD = 4  # bytes
-_NO_STEP = -128  # in the place of a step: there is no key
-_NAN = 0x7F  # in eight bits
-_LOW, _HIGH = 0, 1  # halves of the channels, and of a byte of codes
-_BITS = (0x000F000F, 0x00F000F0)  # of two codes in a word
-_MAGIC = (0x64086408, 0x64806480)  # 1024, and the sign bit of the code, which is turned over
+_NO_STEP = -128  # scale exponent of a block without keys
+_NAN = 0x7F  # in float8_e4m3fn
+_LOW, _HIGH = 0, 1  # halves of the channels, and of a quantized byte
+_BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
+_MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
 _EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152
-_STEP_BIAS = (15, 11)  # what makes the field of an exponent: the step, and a sixteenth of it
+_STEP_BIAS = (15, 11)  # float16 exponent bias of the scale, and of a 16th of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
-      blocks: Blocks that there is room for.
-      kv_heads: Heads of keys.
-      row_bytes: Bytes of the codes of a key.
+      blocks: Blocks per sequence in the arrays.
+      kv_heads: Key/value heads.
+      row_bytes: Quantized bytes per key.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -66,24 +65,24 @@ class _Sizes:
 
     @property
     def lines(self) -> int:
-        """Lines of the keys of a group."""
+        """Lines per group of keys."""
         return max_logits.lines(2 * self.row_bytes)
 
     @property
     def units(self) -> int:
-        """What warps have: blocks of a head."""
+        """Number of warps' units, each a block of a head."""
         return self.blocks * self.kv_heads
 
     @property
     def words(self) -> int:
-        """Words of codes of a key that a thread has."""
+        """Quantized words per key and thread."""
         return self.row_bytes // (_SHARING * _WORD)
 
 
 def _write_residuals(
     code: Any, step: Any, lengths: Any, layer: Any, out: Any, *, sizes: _Sizes
 ) -> None:
-    """One program: four pairs of a block and a head, whose codes follow each other."""
+    """Runs one thread block: four adjacent pairs of a block and a head."""
     batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
     own, length = layer[0], lengths[batch]
     code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
@@ -115,18 +114,18 @@ def _write_unit(
     *,
     sizes: _Sizes,
 ) -> None:
-    """One block of a head; every value here is one thread's."""
+    """Dequantizes one block of a head; values are per thread."""
     block, head = (x(unit, _int(sizes.kv_heads)) for x in (arith.divsi, arith.remsi))
     lane, row_bytes = mlir.lane(), sizes.row_bytes
     start = arith.muli(arith.andi(lane, _int(_SHARING - 1)), _int(_WORD * sizes.words))
     first_key = arith.muli(block, _int(_KEYS))
 
     def row(index: ir.Value, width: int) -> ir.Value:
-        """Place of the thread's first entry in a row."""
+        """Returns the offset of the thread's first entry in a row."""
         return arith.addi(arith.muli(index, _int(width)), start)
 
     own = arith.shrui(lane, _int(_SHARING.bit_length() - 1))
-    # Rows of codes are those of the keys of a block and head, one after another.
+    # Quantized rows are ordered by block, head and key.
     first_row = arith.subi(arith.muli(unit, _int(_KEYS)), first_key)
     keys, codes, missing = [], [], []
     for page in range(_PAGES):
@@ -157,24 +156,24 @@ def _write_unit(
         for half in (_LOW, _HIGH):
             found = [_numbers(x, half, *y) for x, y in zip(held, factors[half], strict=True)]
             if half == _LOW:
-                # One channel that is not a number makes every product none.
+                # NaN in one channel makes every product NaN.
                 found[0] = arith.ori(found[0], missing[page])
             mlir.store(pointer, found, offset=half * row_bytes)
 
 
 def _place(own: ir.Value, page: int) -> ir.Value:
-    """`hopper_max_logits.place_of_key` of a key of a page, whose number is known."""
+    """Returns `hopper_max_logits.place_of_key` of the key `own` of a page."""
     pair, one = arith.andi(own, _int(-2)), arith.andi(own, _int(1))
     place = arith.ori(arith.muli(pair, _int(_PAGES)), one)
     return arith.ori(place, _int(max_logits.place_of_key(page * _AT_ONCE)))
 
 
 def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
-    """Two powers of two in float16, of bytes 0 and 2 and of bytes 1 and 3; or NaN."""
+    """Returns float16 pairs of scales for bytes 0 and 2 and for bytes 1 and 3, or NaN."""
     found = []
     for shift in (0, 8):
         x = arith.andi(arith.shrui(steps, _int(shift)), _int(0x00FF00FF))
-        # Of what is below zero, `_NO_STEP` alone has no bit after the first.
+        # Of the negative exponents, only `_NO_STEP` has no bit after the first.
         is_none = arith.andi(x, arith.xori(arith.shli(x, _int(1)), _int(-1)))
         is_none = arith.muli(arith.andi(is_none, _int(0x00800080)), _int(0x7E00 // 0x80))
         bias = _STEP_BIAS[half]
@@ -184,7 +183,7 @@ def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
 
 
 def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Value:
-    """Four of the codes of a word, times their steps, in eight bits."""
+    """Dequantizes four of a word's quantized numbers to float8."""
     lines = [
         f"lop3.b32 x, {source}, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
         f"add.rn.f16x2 x, x, excess; mul.rn.f16x2 x, x, {factor}; "
@@ -214,9 +213,9 @@ def _write_interpreted(
     scale = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     found = codes * jnp.where(exponent == _NO_STEP, jnp.nan, scale)[None]
     found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
-    # In the order of `hopper_max_logits.place_of_key`.
+    # Permute keys as `hopper_max_logits.place_of_key` does.
     found = found.reshape(_PAGES, -1, 2, found.shape[-1]).swapaxes(0, 1).reshape(found.shape)
-    # A block's keys lie below each other.
+    # A block's keys are in consecutive lines.
     group, place = (
         jax.lax.div(block, max_logits.GROUP),
         jax.lax.rem(block, max_logits.GROUP),
@@ -234,15 +233,15 @@ def dequantize_kernel(
     lengths: Int[Array, "B"],
     interpret: bool = False,
 ) -> Float[Array, "B K G lines 128"]:
-    """`k'` of the module, float8_e4m3fn, of the keys of all blocks of one layer.
+    """Computes `k'` of the module for all blocks of one layer.
 
-    What fills up the last group is not written.
+    The padding of the last group is not written.
 
     Args:
-      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and 32 or 64 channels.
-      step: Likewise.
+      code: Quantized keys (`BlockCodes`) of all layers, in blocks of 64 keys and 32 or 64 channels.
+      step: Exponents of the scales, likewise.
       layer: The layer.
-      lengths: Keys of each sequence.
+      lengths: Number of keys in each sequence.
       interpret: Whether the interpreter runs the kernel.
     """
     _, batch, blocks, kv_heads, _, row_bytes = code.shape

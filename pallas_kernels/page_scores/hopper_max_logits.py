@@ -1,23 +1,24 @@
 """Largest products of 64 queries with the keys of blocks, in eight bits on Hopper's tensor cores.
 
-What Pallas has for products starts from sums that it sets to zero one by one, and leaves maxima to
-the program: as many instructions again as the maxima themselves, which take as long as the product.
-So one step, of two blocks of keys, is emitted in the assembler's own language (PTX):
+Pallas zeroes a product's sums one by one before it starts, as many instructions as the maxima take,
+and these already take as long as the product. So this module emits one step, of two blocks of keys,
+in PTX:
 
-* The queries stay in registers, so that shared memory is read for the keys alone.
-* Sums are made in float16, two to a register: half the registers for the tensor cores to read and
-  write, and one instruction takes the maxima of three times two of them. Queries are small enough
-  (`largest_of_query`) that no sum is above the largest number of float16; what its 11 bits lose
-  is less than what eight bits have lost before.
-* The first product of a block ignores what the sums were.
-* While a thread takes the maxima of two blocks, the tensor cores multiply for the next two. Sums
-  are held in registers that only the assembler has names for: no compiler copies what is in flight.
-* The keys of a block are in the order (`place_of_key`) in which each of the four threads that share
-  two queries has all keys of one page of 16. So no thread asks another one for a page's maximum.
+* The queries stay in registers, so that shared memory is read only for the keys.
+* Sums are float16, two per register: this halves the registers that the tensor cores read and
+  write, and one instruction takes the maxima of three pairs. Queries are small enough
+  (`largest_of_query`) that no sum exceeds the largest float16 number. Rounding to its 11 bits loses
+  less than rounding to eight bits did before.
+* The first product of a block overwrites the sums.
+* While a thread takes the maxima of two blocks, the tensor cores multiply the next two. The sums
+  are PTX registers that the compiler does not know, so it does not copy them in flight.
+* The keys of a block are permuted (`place_of_key`) so that each of the four threads that share two
+  queries has all keys of one page of 16. So threads exchange nothing for a page's maximum.
 
-Keys lie as they are copied and multiplied best: in lines of 128 bytes, which hold the channels of
-two or four keys. Of a group of eight blocks, key `i` has the bytes from `i // lines * channels` on
-of line `i % lines`: so the 128 keys of a step lie below each other, and one step beside another.
+Keys are stored for fast copies and products: in lines of 128 bytes, which hold the channels of two
+or four keys. In a group of eight blocks, key `i` has line `i % lines`, from byte
+`i // lines * channels` on. So the 128 keys of a step are in consecutive lines, and steps are side
+by side.
 """
 
 from collections.abc import Sequence
@@ -37,57 +38,57 @@ from jaxtyping import Array, Float
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 llvm: Any = typed_llvm
 
-QUERIES = 64  # of a warpgroup
-BLOCK = 64  # keys of a block
-BLOCKS, STEPS = 2, 4  # blocks of a step, steps of a group
-GROUP = BLOCKS * STEPS  # blocks of a group
-PAGES = 4  # pages of a block, which have maxima of their own
+QUERIES = 64  # per warpgroup
+BLOCK = 64  # keys per block
+BLOCKS, STEPS = 2, 4  # blocks per step, steps per group
+GROUP = BLOCKS * STEPS  # blocks per group
+PAGES = 4  # pages per block, each with a maximum
 LINE = 128  # bytes
-_KEYS = BLOCKS * BLOCK  # of a step
-_TOGETHER = 2  # keys of a page that lie side by side: a thread has them in one register
-_CHUNK = 8  # queries that lie together in swizzled shared memory, 16 bytes
+_KEYS = BLOCKS * BLOCK  # per step
+_TOGETHER = 2  # adjacent keys of a page, which share a register of a thread
+_CHUNK = 8  # adjacent queries in swizzled shared memory, 16 bytes
 LAYOUT = plgpu.Layout.WGMMA_8BIT
-"""How a warpgroup holds queries."""
+"""Layout of a warpgroup's queries."""
 BY_ROW = LAYOUT.reduce(1)
-"""How it holds a number of each."""
+"""Layout of one number per query."""
 
-_CHANNELS = 32  # of one instruction
-_LEFT = 4  # registers of a thread that hold queries of one instruction
-_SUMS = QUERIES * _KEYS // row_ops.THREADS // 2  # registers of a thread for those of a step
-_NAME = "products"  # of the registers that hold them, with a number
-_LINES = 8  # that are swizzled together, one eight below the other
+_CHANNELS = 32  # per instruction
+_LEFT = 4  # registers per thread for the queries of one instruction
+_SUMS = QUERIES * _KEYS // row_ops.THREADS // 2  # registers per thread for the sums of a step
+_NAME = "products"  # prefix of these registers' names
+_LINES = 8  # lines that are swizzled together
 
 _MOST_SHIFT = 100
 _MANTISSA, _BIAS = 23, 127  # of float32
 
 
 def largest_of_query(channels: int) -> float:
-    """The largest number of a query, a power of two below 448, the largest one of eight bits.
+    """Returns the largest number of a rounded query: 448, float8's largest, times a power of two.
 
     With keys of at most 448 a sum is at most `channels * 1.75 * 64 / channels * 448 = 50,176`; the
-    largest number of float16 is 65,504. It is 448 times a power of two, so that all numbers are
-    rounded as if it were 448, but those below a hundredth of the largest one.
+    largest number of float16 is 65,504. The power of two changes the rounding only of numbers below
+    a hundredth of the largest.
     """
     return 448.0 / 256 * (64 / channels)
 
 
 def round_queries(query: Float[Array, "64 C"]) -> tuple[Array, Float[Array, "64"]]:
-    """Queries in float8_e4m3fn, and the power of two that each is to be multiplied by.
+    """Rounds queries to float8_e4m3fn, and returns them with the power of two that each lacks.
 
-    What `policies.block_codes.round_queries` does, with another power of two (`largest_of_query`).
+    This is `policies.block_codes.round_queries` with a different power of two (`largest_of_query`).
 
     Args:
-      query: In 16 bits, in `LAYOUT`.
+      query: Queries in 16 bits, in `LAYOUT`.
     """
     x = query.astype(jnp.float32)
     largest = jax.lax.bitcast_convert_type(
         jnp.max(jnp.abs(x), axis=1) / largest_of_query(x.shape[1]), jnp.int32
     )
-    # The least exponent of two that is not below the number.
+    # Exponent of the least power of two that is at least the number.
     shift = ((largest + ((1 << _MANTISSA) - 1)) >> _MANTISSA) - _BIAS
     shift = jnp.clip(shift, -_MOST_SHIFT, _MOST_SHIFT)
     inverse, factor = (
@@ -95,17 +96,17 @@ def round_queries(query: Float[Array, "64 C"]) -> tuple[Array, Float[Array, "64"
         for sign in (-1, 1)
     )
     x = x * plgpu.layout_cast(jax.lax.broadcast_in_dim(inverse, x.shape, (0,)), LAYOUT)
-    # By way of float16, which has all bits of what eight bits can tell apart.
+    # Convert via float16, which represents every float8 number exactly.
     return x.astype(jnp.float16).astype(jnp.float8_e4m3fn), factor
 
 
 def lines(channels: int) -> int:
-    """Lines of the keys of a group."""
+    """Returns the lines per group of keys."""
     return GROUP * BLOCK * channels // LINE
 
 
 def place_of_key(key: Any) -> Any:
-    """The place, in its block, of a key of a block (an integer or an array).
+    """Returns the place within its block at which a key (an integer or an array) is stored.
 
     Args:
       key: From 0 to 63.
@@ -120,11 +121,11 @@ def place_of_key(key: Any) -> Any:
 
 
 def begin(queries: Float[Array, "64 C"], keys: Any, *, interpret: bool) -> None:
-    """Starts to multiply with the first two blocks, once in a kernel and before any loop.
+    """Starts to multiply with the first two blocks, once per kernel and before any loop.
 
     Args:
-      queries: In float8_e4m3fn, in `LAYOUT`.
-      keys: The keys of their group, `[lines, 128]` in shared memory, lines swizzled whole.
+      queries: Queries in float8_e4m3fn, in `LAYOUT`.
+      keys: Keys of the group, `[lines, 128]` in shared memory, swizzled over whole lines.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -149,18 +150,18 @@ def write_maxima(
     step: int,
     interpret: bool,
 ) -> None:
-    """The largest product of each query with the keys of each page of two blocks; NaN if one is.
+    """Writes each query's largest product per page of two blocks; NaN if any product is.
 
-    `begin` or the last call has started to multiply with the two; this one starts with the two that
-    follow. It ends once the tensor cores have read the keys of the first two. What it writes is
-    seen by other threads after a barrier.
+    `begin` or the previous call started the products with these blocks; this call starts those with
+    the next two. It returns once the tensor cores have read the keys of the first two. Other
+    threads see the maxima after a barrier.
 
     Args:
-      queries: In float8_e4m3fn, in `LAYOUT`.
-      keys: The keys of their group, `[lines, 128]` in shared memory, lines swizzled whole.
-      following: Those of the next group.
-      found: Where the maxima go: float16, `[8, 64]` in shared memory, swizzled whole.
-      step: Which two of the group; the steps of all groups are taken in order.
+      queries: Queries in float8_e4m3fn, in `LAYOUT`.
+      keys: Keys of the group, `[lines, 128]` in shared memory, swizzled over whole lines.
+      following: Keys of the next group, likewise.
+      found: Target of the maxima: float16, `[8, 64]` in shared memory, swizzled over whole lines.
+      step: Index of the two blocks in the group; calls take all steps of all groups in order.
       interpret: Whether the interpreter runs the kernel.
     """
     channels = queries.shape[1]
@@ -172,7 +173,8 @@ def write_maxima(
         shape = (BLOCKS, BLOCK // (PAGES * _TOGETHER), PAGES, _TOGETHER, QUERIES)
         products = products.astype(jnp.float16).reshape(shape)
         found[...] = jnp.max(products, axis=(1, 3)).reshape(BLOCKS * PAGES, QUERIES)
-        # Tensor cores read through the proxy of TMA; what is read here must be passed on to it.
+        # Tensor cores read through the async proxy of TMA; order these plain reads before its
+        # writes.
         plgpu.commit_smem()
         return
     is_last = step == STEPS - 1
@@ -190,15 +192,15 @@ def write_maxima(
 
 
 def _part(keys: Any, step: int, channels: int) -> tuple[Any, int]:
-    """The lines that hold the keys of a step of a group, and the first byte of theirs in each."""
+    """Returns the lines of a step's keys, and the keys' first byte in each line."""
     beside, first = divmod(step * _KEYS, lines(channels))
     return keys.at[pl.ds(first, _KEYS)], beside * channels
 
 
 def settle(*, interpret: bool) -> None:
-    """Waits for the blocks that the last call of `write_maxima` has started with.
+    """Waits for the products that the last call of `write_maxima` started.
 
-    What is in flight where a turn of a loop ends makes the assembler wait for every single product.
+    Products in flight at the end of a loop's body make the assembler wait for every single product.
     """
     if interpret:
         return
@@ -211,13 +213,13 @@ def settle(*, interpret: bool) -> None:
 
 
 def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: int) -> None:
-    """Starts the products with two blocks, for one of the two places where they are held.
+    """Starts the products with two blocks, in one of two sets of registers.
 
     Args:
-      queries: In registers.
+      queries: Queries in registers.
       keys: Lines of 128 keys.
-      parts: First bytes, in each line, of the channels of each instruction.
-      place: Where the sums go.
+      parts: First byte, in each line, of the channels of each instruction.
+      place: Index of the set of registers.
     """
     left = [_as_integer(x) for x in queries.registers.flat]
     descriptors = mlir.descriptors(keys, parts, stride=_LINES * LINE)
@@ -233,7 +235,7 @@ def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: i
     _run(
         "{ .reg .pred begins, goes_on; .reg .b32 zero; mov.b32 zero, 0; "
         "setp.ne.b32 begins, zero, 0; setp.eq.b32 goes_on, zero, 0; "
-        # What was read from the registers of the sums has been read.
+        # The fence orders earlier reads of the sums' registers before the products.
         f"wgmma.fence.sync.aligned; {' '.join(code)} wgmma.commit_group.sync.aligned; }}",
         [*left, *descriptors],
         ["r"] * len(left) + ["l"] * len(descriptors),
@@ -241,14 +243,14 @@ def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: i
 
 
 def _best(place: int, block: int, name: str) -> list[str]:
-    """What gives the best of a thread's keys of one of two blocks, of both queries side by side."""
+    """Returns PTX for a thread's maxima over its keys of one block, for both queries."""
     of_block = _sums(place)[block * _SUMS // BLOCKS :][: _SUMS // BLOCKS]
     code = []
     for which, own in enumerate("ab"):
         first, second, *others = of_block[which::2]
         code.append(f"max.NaN.f16x2 {own}, {first}, {second};")
         code += [f"max.NaN.f16x2 {own}, {own}, {x};" for x in others]
-    # What two keys have with each query becomes the best of both queries.
+    # Combine two keys' maxima per query into one maximum per query.
     code.append("prmt.b32 other, a, b, 0x7632;")
     code.append("prmt.b32 a, a, b, 0x5410;")
     code.append(f"max.NaN.f16x2 {name}, a, other;")
@@ -256,14 +258,15 @@ def _best(place: int, block: int, name: str) -> list[str]:
 
 
 def _write_maxima(place: int, found: ir.Value) -> None:
-    """Writes the maxima that each thread has, of a page of each of two blocks, for two queries.
+    """Writes each thread's maxima: two queries, one page in each of two blocks.
 
-    Of each eight keys, a thread has two products with its first query in one register, and two with
-    its second one in the next. The next blocks may still be in flight, at the other place.
+    Per eight keys, a thread has two products with its first query in one register, and two with its
+    second query in the next. Products with the next blocks may be in flight in the other set of
+    registers.
 
     Args:
-      place: Where the products are held.
-      found: Lines of 128 bytes, swizzled whole.
+      place: Index of the set of registers.
+      found: Lines of 128 bytes, swizzled over whole lines.
     """
     lane, own = (
         mlir.lane(),
@@ -285,7 +288,7 @@ def _write_maxima(place: int, found: ir.Value) -> None:
         )
         line = arith.addi(page, mlir.constant(block * PAGES))
         for query in range(2):
-            # A line's pieces of 16 bytes change places by its number.
+            # The swizzle permutes a line's chunks of 16 bytes by the line's index.
             swizzled = arith.xori(arith.addi(chunk, mlir.constant(query)), line)
             column = arith.addi(arith.muli(swizzled, mlir.constant(_CHUNK)), row)
             best = vector.extract(both, [], ir.DenseI64ArrayAttr.get([query]))
@@ -293,7 +296,7 @@ def _write_maxima(place: int, found: ir.Value) -> None:
 
 
 def _sums(place: int) -> list[str]:
-    """Names of the registers that hold the products with two blocks."""
+    """Returns the names of the registers for the products with two blocks."""
     return [f"{_NAME}{place * _SUMS + index}" for index in range(_SUMS)]
 
 
@@ -305,7 +308,7 @@ def _run(
     result: ir.Type | None = None,
     outputs: Sequence[str] = (),
 ) -> ir.Value:
-    """Emits instructions of the assembler, which stay in order."""
+    """Emits PTX instructions with side effects, which stay in order."""
     return llvm.inline_asm(
         result or ir.Type.parse("!llvm.void"),
         list(operands),
@@ -317,6 +320,6 @@ def _run(
 
 
 def _as_integer(register: ir.Value) -> ir.Value:
-    """Four numbers of eight bits as one of 32."""
+    """Reinterprets four 8-bit numbers as a 32-bit integer."""
     found = vector.bitcast(ir.VectorType.get((1,), mlir.i32()), register)
     return vector.extract(found, [], ir.DenseI64ArrayAttr.get([0]))

@@ -1,21 +1,21 @@
-"""Evidence of one token's columns from its heads' scores, in long caches, from Ampere on.
+"""Combines one token's page scores over heads, in long caches, on GPUs from Ampere on.
 
-Between `token_scores` and `token_lists`, where a sequence has more powers than one program reads in
-good time:
+It runs between `token_scores` and `token_lists` if a sequence has too many powers for one thread
+block to read quickly:
 
     S[p] = ( Σ_n powers[n, p] · factor[n, part of p] ) ^ (1 / e)
     factor[n, i] = (exp(top[n, i] - max top[n]) / Σ_j total[n, j] exp(top[n, j] - max top[n])) ^ e
     R[p] = max(S[p], decay · R[p] of the layer before)
 
-A program has one part of all heads of a sequence: the columns, which are pages, of one program of
-`token_scores`. One warpgroup makes the factors, one for each head, from what all
-parts say: 8 bytes for each head and part. Meanwhile another one reads the powers, 4 bytes of each
-head in each thread, which are two columns, and starts all reads before it adds anything. In
-one warpgroup the assembler would start these reads after most of the work on the factors. The
-evidence is written in float32, 4 bytes for each column, in the place of that of the layer before.
+A thread block has one part of all heads of a sequence: the columns (pages) of one thread block of
+`token_scores`. One warpgroup computes the factors, one per head, from the tops and totals of all
+parts: 8 bytes per head and part. Meanwhile another warpgroup reads the powers, 4 bytes (two
+columns) per head and thread, and starts all reads before it adds anything. In a single warpgroup
+the assembler would start these reads after most of the work on the factors. The page scores `R`
+replace those of the layer before, in float32, 4 bytes per column.
 
-Heads are added up in order. The evidence is that of `token_lists` where it adds up heads itself,
-bit for bit, and both make it with the functions here.
+Heads are added up in order. The page scores equal those that `token_lists` computes for short
+caches, bit for bit, since both use the functions of this module.
 """
 
 import dataclasses
@@ -38,23 +38,23 @@ from sketchwalk_jax.pallas_kernels.page_scores.token_scores import PAGE, TokenPa
 from sketchwalk_jax.precision import MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 math: Any = typed_math
 
-_HEADS = 8  # of which a warpgroup has a multiple
-_PARTS = 64  # side by side in registers
-_WORD, _PACKED = 4, 2  # bytes of a word, and columns
+_HEADS = 8  # divides the heads of a warpgroup
+_PARTS = 64  # parts per array in registers
+_WORD, _PACKED = 4, 2  # bytes and columns per word
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadParts:
-    """What makes factors of some heads' parts, in registers.
+    """Softmax statistics of some heads' parts, in registers.
 
     Attributes:
-      weights: `exp(top - largest)`, arrays of 64 parts of each head.
+      weights: `exp(top - largest)`, arrays of 64 parts per head.
       largest: The largest `top` of each head.
-      total: Each head's sum of `exp` over all columns, beside `exp(largest)`.
+      total: Each head's sum of `exp(logit - largest)` over all columns.
     """
 
     weights: list[Array]
@@ -63,27 +63,27 @@ class HeadParts:
 
 
 def parts_layout(heads: int) -> Any:
-    """How a warpgroup holds 64 parts of so many heads, a multiple of eight: heads in one warp."""
+    """Returns the layout of 64 parts per head; `heads` is a multiple of 8, each in one warp."""
     return row_ops.tiles_layout(heads, _PARTS)
 
 
 def chunks_of_parts(parts: int) -> list[Any]:
-    """The parts of a head, 64 at a time."""
+    """Returns slices of a head's parts, 64 at a time."""
     return [pl.ds(start, _PARTS) for start in range(0, parts, _PARTS)]
 
 
 def read_parts(
     top_ref: Any, total_ref: Any, rows: Any, there: Int[Array, ""], *, heads: int, count: int
 ) -> tuple[list[Array], list[Array]]:
-    """Reads what all parts of some heads say: `top` and `total`, 64 parts at a time.
+    """Reads `top` and `total` of all parts of some heads, 64 parts at a time.
 
     Args:
-      top_ref: `[heads, parts]` of one sequence, as `TokenParts` has it.
-      total_ref: Likewise.
-      rows: Which heads.
-      there: Columns that there are; parts beyond hold anything.
-      heads: How many heads.
-      count: Columns of a part.
+      top_ref: `top` of `TokenParts` for one sequence, `[heads, parts]`.
+      total_ref: `total`, likewise.
+      rows: Indices of the heads.
+      there: Number of existing columns; parts beyond them hold anything.
+      heads: Number of heads.
+      count: Columns per part.
     """
     layout, shape = parts_layout(heads), (heads, _PARTS)
     tops, totals = [], []
@@ -96,7 +96,7 @@ def read_parts(
 
 
 def weigh_parts(tops: list[Array], totals: list[Array]) -> HeadParts:
-    """Puts together what `read_parts` has read."""
+    """Computes softmax statistics from the results of `read_parts`."""
     largest = functools.reduce(jnp.maximum, [jnp.max(x, axis=1) for x in tops])
     weights = [jnp.exp2(x - of_rows(largest)) for x in tops]
     sums = [jnp.sum(x * w, axis=1) for x, w in zip(totals, weights, strict=True)]
@@ -104,7 +104,7 @@ def weigh_parts(tops: list[Array], totals: list[Array]) -> HeadParts:
 
 
 def of_rows(x: Float[Array, "heads"]) -> Float[Array, "heads 64"]:
-    """A number of each head beside its parts."""
+    """Broadcasts one number per head to its parts."""
     shape = (x.shape[0], _PARTS)
     spread = jax.lax.broadcast_in_dim(x, shape, (0,))
     return plgpu.layout_cast(spread, parts_layout(shape[0]))
@@ -113,19 +113,19 @@ def of_rows(x: Float[Array, "heads"]) -> Float[Array, "heads 64"]:
 def factor_of(
     weight: Float[Array, "*shape"], total: Float[Array, "*shape"], exponent: int
 ) -> Float[Array, "*shape"]:
-    """What makes powers of shares of a part's powers; 0 where nothing finite was seen."""
+    """Returns the factor from a part's powers to powers of shares; 0 if no logit was finite."""
     share = jnp.where(total > 0.0, weight / total, 0.0)
     return integer_power(share, exponent)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
-      count: Columns of a part.
-      exponent: Of the shares.
-      decay: What remains of the evidence of the layer before.
+      count: Columns per part.
+      exponent: Exponent of the shares.
+      decay: Factor of the previous layer's page scores.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -145,7 +145,7 @@ def _find_evidence(
     sizes: _Sizes,
     factors: Any,
 ) -> None:
-    """One program: one part of all heads of a sequence."""
+    """Runs one thread block: one part of all heads of a sequence."""
     sequence, part = jax.lax.axis_index("sequence"), jax.lax.axis_index("part")
     there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
     first = part * sizes.count
@@ -195,7 +195,7 @@ def _find_evidence(
 def _write_interpreted(
     sums: Array, part: Array, there: Array, evidence: Any, *, sizes: _Sizes
 ) -> None:
-    """Writes the evidence of a part, of whose columns the last part may have fewer."""
+    """Writes the page scores of a part; the last part may have fewer columns."""
     whole, rest = divmod(evidence.shape[0], sizes.count)
 
     def write(width: int) -> None:
@@ -214,7 +214,7 @@ def _write_interpreted(
 def _write_factors(
     top_ref: Any, total_ref: Any, factors: Any, part: Array, there: Array, *, sizes: _Sizes
 ) -> None:
-    """Writes what makes powers of shares of one part of each head, to shared memory."""
+    """Writes the factors of one part of each head to shared memory."""
     heads = factors.shape[0]
     tops, totals = read_parts(
         top_ref, total_ref, pl.ds(0, heads), there, heads=heads, count=sizes.count
@@ -230,12 +230,12 @@ def _write_factors(
 
 
 def _words_layout() -> Any:
-    """A row of words of each head over a warpgroup, one for each thread."""
+    """Returns the layout of a row of words per head, one word per thread."""
     return _columns_layout(1)
 
 
 def _columns_layout(packed: int) -> Any:
-    """A row over a warpgroup, so many adjacent columns in each thread."""
+    """Returns the layout of a row with `packed` adjacent columns per thread."""
     tiles = ((1, row_ops.THREADS * packed), (1, mlir.LANES * packed), (1, packed))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3,), -1, _check_canonical=False)
 
@@ -243,13 +243,13 @@ def _columns_layout(packed: int) -> Any:
 def _read_words(
     powers_ref: Any, first: Int[Array, ""], there: Int[Array, ""], *, sizes: _Sizes
 ) -> Shaped[Array, "N W"]:
-    """Starts to read a part of all heads, of each the word of every thread.
+    """Starts to read a part of all heads, one word per head and thread.
 
     Args:
       powers_ref: `[heads, columns]` in global memory, bfloat16.
       first: The part's first column.
-      there: Columns that there are; words beyond are zeros.
-      sizes: Those of the call. The interpreter reads columns instead of words.
+      there: Number of existing columns; words beyond are zeros.
+      sizes: Static parameters. The interpreter reads columns instead of words.
     """
     if sizes.interpret:
         return powers_ref[:, pl.ds(first, sizes.count)]
@@ -278,12 +278,12 @@ def _read_words(
 def _add_heads(
     read: Shaped[Array, "N W"], factors: Any, *, sizes: _Sizes
 ) -> Float[Array, "*one columns"]:
-    """The sums over the heads of a part's columns.
+    """Sums a part's columns over heads.
 
     Args:
-      read: What `_read_words` has read.
-      factors: One of each head, in shared memory.
-      sizes: Those of the call.
+      read: Result of `_read_words`.
+      factors: One factor per head, in shared memory.
+      sizes: Static parameters of the call.
     """
     if sizes.interpret:
         weights = jnp.broadcast_to(factors[...][: read.shape[0], None], read.shape)
@@ -308,12 +308,12 @@ def _add_heads(
 def evidence_of(
     sums: Float[Array, "*shape"], previous: Float[Array, "*shape"], *, exponent: int, decay: float
 ) -> Float[Array, "*shape"]:
-    """`R` of the module."""
+    """Returns the page scores `R` of the module."""
     return jnp.maximum(_root(sums, exponent), decay * previous)
 
 
 def _root(x: Array, exponent: int) -> Array:
-    """`x ^ (1 / exponent)` of what is not negative."""
+    """Returns `x ^ (1 / exponent)` for nonnegative `x`."""
     if exponent == 1:
         return x
     if exponent % 2 == 0:
@@ -322,7 +322,7 @@ def _root(x: Array, exponent: int) -> Array:
 
 
 def _place_of_thread() -> ir.Value:
-    """Which of its part's columns a thread of the second warpgroup has first."""
+    """Returns the first column, within the part, of a thread of the second warpgroup."""
     thread = arith.andi(mlir.thread(), mlir.constant(row_ops.THREADS - 1))
     return arith.muli(thread, mlir.constant(_PACKED))
 
@@ -340,14 +340,14 @@ def token_evidence_kernel(
     decay: float,
     interpret: bool = False,
 ) -> None:
-    """Replaces the evidence of the layer before by that of the module's text.
+    """Replaces the previous layer's page scores by `R` of the module.
 
     Args:
-      parts: What `token_scores_kernel` has found, of all heads.
-      evidence: Reference to the evidence of the layer before, float32 `[B, P]`.
-      lengths: Keys present in each sequence.
-      exponent: Of the shares.
-      decay: What remains of the evidence of the layer before.
+      parts: Results of `token_scores_kernel`, of all heads.
+      evidence: Reference to the previous layer's page scores, float32 `[B, P]`.
+      lengths: Number of keys in each sequence.
+      exponent: Exponent of the shares.
+      decay: Factor of the previous layer's page scores.
       interpret: Whether the interpreter runs the kernel.
 
     Raises:

@@ -1,28 +1,26 @@
-"""Largest products of a prompt's queries with keys at four bits, on GPUs from Ampere on.
+"""Page max logits of a prompt's queries with 4-bit keys, on GPUs from Ampere on.
 
     peaks[p, m] = max_{s in page p} q'_m · step code_s
 
-`m` counts the queries that stand for rows, as `hopper` does, and `q'` are these in eight bits
-(`round_queries`). Numbers are float16 without the queries' powers of two, like those of Hopper's
-first kernel, and so are the sums: two to a register, so that an instruction takes the maxima of two
-and GPUs that add up float32 at half the rate do not.
+`m` counts the representative queries, as in `hopper`, and `q'` are the queries rounded to eight
+bits (`round_queries`). Results are float16 without the queries' powers of two, like those of
+Hopper's first kernel. Sums are float16 too, two per register: one instruction takes two maxima, and
+some GPUs add up float32 only at half the rate.
 
-A warp has 64 queries in registers, and goes from block to block by itself: it waits for no other
-warp, and there is no shared memory. Queries are the rows of products of tensor cores (`mma.sync`),
-keys the columns. A thread reads the codes of eight keys, makes numbers of them (`four_bits`), and
-each serves 64 queries: of about 450 instructions for a block of 64 channels 128 multiply, and take
-tensor cores longer than all others take the warp. Codes of the next block are read into the
-registers of those that have just been used.
+A warp has 64 queries in registers and processes block after block. It waits for no other warp and
+uses no shared memory. Queries are the rows of tensor core products (`mma.sync`), keys the columns.
+A thread reads eight quantized keys and dequantizes them (`four_bits`); each serves 64 queries. Of
+about 450 instructions for a block of 64 channels, 128 multiply, and these take the tensor cores
+longer than the others take the warp. The next block's quantized keys overwrite used registers.
 
-*Which key is where.* Of the eight columns of a product a thread has the sums of two. Columns are
-keys in such an order that those of thread `t` of four are always keys of page `t`: so no thread
-asks another one for a page's maximum.
+*Order of keys.* A thread has the sums of two of a product's eight columns. Keys are ordered so that
+thread `t` of four always has keys of page `t`. So threads exchange nothing for a page's maximum.
 
-*Which query is where.* The eight sums that a thread is left with, two in each of four products, are
-those of queries that follow each other: it writes 16 bytes, and eight threads a line of memory.
+*Order of queries.* A thread's eight maxima, two in each of four products, belong to adjacent
+queries: it writes 16 bytes, and eight threads write a line of memory.
 
-*What is missing.* In the place of a key that is not there stands the last one that is: a maximum
-does not see it twice. Peaks of a page without a key are NaN.
+*Missing keys.* A missing key is replaced by the last existing one, which does not change the
+maximum. The maxima of a page without a key are NaN.
 """
 
 import dataclasses
@@ -44,31 +42,31 @@ from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 scf: Any = typed_scf
 
-QUERIES = 64  # of a warp
+QUERIES = 64  # per warp
 TILE = QUERIES * row_ops.WARPS
 """The number of queries is a multiple of this."""
-_KEYS = 64  # of a block
+_KEYS = 64  # per block
 _PAGES, _OF_PAGE = 4, 16
-_ROWS = 16  # of a product
+_ROWS = 16  # per product
 _TILES = QUERIES // _ROWS
-_COLUMNS = 8  # of a product, of which there are as many for a block
+_COLUMNS = 8  # per product, and products per block of keys
 _WORD = 4  # bytes
-_PART = 32  # blocks of a program, so that those of late rows do not run alone in the end
-_NAN = 0x7FFF7FFF  # two
+_PART = 32  # key blocks per thread block; with more, a few would run alone at the end
+_NAN = 0x7FFF7FFF  # two float16 NaN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
-      tiles: Programs' queries of a key/value head.
-      per_row: Queries of a row.
-      blocks: Blocks.
+      tiles: Groups of `TILE` queries per key/value head.
+      per_row: Queries per row.
+      blocks: Blocks per sequence.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -89,9 +87,9 @@ def _find_peaks(
     *,
     sizes: _Sizes,
 ) -> None:
-    """One program: some blocks for 64 queries of each warp."""
+    """Runs one thread block: some key blocks, and 64 queries per warp."""
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    tile = sizes.tiles - 1 - jax.lax.axis_index("tile")  # those with many blocks come first
+    tile = sizes.tiles - 1 - jax.lax.axis_index("tile")  # tiles with many blocks come first
     last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, sizes.per_row)
     first = jax.lax.axis_index("part") * _PART
     end = jnp.minimum(jnp.minimum(last + 1, sizes.blocks), first + _PART)
@@ -141,7 +139,7 @@ def _interpreted(
         products = jnp.where(key <= last_key, products, -jnp.inf).astype(jnp.float16)
         found = jnp.max(products.reshape(_PAGES, _OF_PAGE, TILE), axis=1)
         is_there = (key[::_OF_PAGE] < length) & (exponent[0] != NO_STEP)
-        # What is not a number is so for every key of a page.
+        # A page without keys becomes NaN.
         found = jnp.where(is_there, found, jnp.float16(jnp.nan))
         out[pl.ds(block * _PAGES, _PAGES), own] = found
         return nothing
@@ -150,9 +148,9 @@ def _interpreted(
 
 
 class _Warp:
-    """What one warp does; every value here is one thread's.
+    """The work of one warp; values are per thread.
 
-    A thread has row or column `lane / 4` of eight, and place `lane % 4` in it.
+    A thread has row or column `lane / 4` of eight, and place `lane % 4` within it.
     """
 
     def __init__(
@@ -168,12 +166,12 @@ class _Warp:
         length: ir.Value,
         last_key: ir.Value,
     ) -> None:
-        """Finds the thread's place."""
+        """Computes the thread's addresses."""
         self._query, self._code, self._step, self._out = query, code, step, out
         self._kv_head, self._first, self._end = kv_head, first, end
         self._length, self._last_key = length, last_key
         _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
-        self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
+        self._words = self._row_bytes // (4 * _WORD)  # quantized words per key and thread
         lane = mlir.lane()
         self._row = arith.shrui(lane, _int(2))
         self._place = arith.andi(lane, _int(3))
@@ -182,7 +180,7 @@ class _Warp:
         self._own = arith.addi(own, arith.muli(self._row, _int(2 * _TILES)))
 
     def run(self) -> None:
-        """All blocks of the program."""
+        """Processes all key blocks of the thread block."""
         queries = self._load_queries()
         code = self._codes_of(self._first)
         held = [x for group in range(_COLUMNS) for x in self._load_codes(code, group)]
@@ -196,7 +194,7 @@ class _Warp:
     # Memory
 
     def _load_queries(self) -> list[list[list[list[ir.Value]]]]:
-        """By tile, half and word of codes: four words, as tensor cores take a left operand."""
+        """Loads queries by tile, half and quantized word: four words each, as left operands."""
         width = 2 * self._row_bytes  # channels
         found = []
         for tile in range(_TILES):
@@ -225,19 +223,19 @@ class _Warp:
         return found
 
     def _codes_of(self, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Address of the thread's first key of a block, and bytes from there to the last key."""
+        """Returns the address of the thread's first key of a block, and bytes to the last key."""
         page = arith.shrui(self._row, _int(1))
         own = arith.addi(arith.muli(page, _int(_OF_PAGE)), arith.andi(self._row, _int(1)))
         place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
         place = arith.addi(arith.muli(place, _int(_KEYS)), own)
         place = arith.addi(arith.muli(place, _int(self._row_bytes)), self._channel)
-        # Of blocks behind the last key this leads to other codes, which do not count.
+        # Blocks after the last key give other keys' addresses, whose results are masked.
         key = arith.addi(arith.muli(block, _int(_KEYS)), own)
         left = arith.muli(arith.subi(self._last_key, key), _int(self._row_bytes))
         return mlir.address(self._code, place), left
 
     def _load_codes(self, code: tuple[ir.Value, ir.Value], group: int) -> list[ir.Value]:
-        """Starts to read the codes of one key of the eight, or of the last one that there is."""
+        """Starts to read one of eight quantized keys, clamped to the last existing key."""
         pointer, left = code
         kind, long = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(64)
         offset = arith.minsi(left, _int(2 * group * self._row_bytes))
@@ -245,7 +243,7 @@ class _Warp:
         return _load(mgpu.utils.getelementptr(pointer, [offset], kind), self._words)
 
     def _load_steps(self, block: ir.Value) -> list[ir.Value]:
-        """Starts to read the steps of a block."""
+        """Starts to read the scale exponents of a block."""
         place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
         place = arith.addi(arith.muli(place, _int(2 * self._row_bytes)), self._channel)
         pointer = mlir.address(self._step, place)
@@ -259,12 +257,12 @@ class _Warp:
     def _find(
         self, block: ir.Value, held: list[ir.Value], queries: list[list[list[list[ir.Value]]]]
     ) -> list[ir.Value]:
-        """Writes the peaks of one block, and starts to read the next one, which it returns."""
+        """Writes the maxima of one block; starts to read the next block and returns it."""
         own = self._words
         codes, steps = held[: _COLUMNS * own], held[_COLUMNS * own :]
         factors = [four_bits.factors(steps[half * own : (half + 1) * own], half) for half in (0, 1)]
         missing = self._is_missing(block, steps)
-        # Of the last block it reads the same one again.
+        # After the last block, read it again.
         following = arith.minsi(arith.addi(block, _int(1)), arith.subi(self._end, _int(1)))
         coming = self._load_steps(following)
         code = self._codes_of(following)
@@ -293,7 +291,7 @@ class _Warp:
     def _columns(
         self, codes: list[ir.Value], factors: list[list[tuple[ir.Value, ir.Value]]]
     ) -> list[tuple[int, int, list[ir.Value]]]:
-        """Half, word and right operand of each product with a thread's key."""
+        """Returns half, word and right operand of each product with a thread's key."""
         found = []
         for word, low in enumerate(codes):
             both = [low, arith.shrui(low, _int(8))]
@@ -313,11 +311,11 @@ class _Warp:
         return arith.ori(is_after, four_bits.is_empty(steps))
 
     def _write(self, block: ir.Value, peaks: list[ir.Value], missing: ir.Value) -> None:
-        """Writes the peaks of a thread's eight queries and page."""
+        """Writes the maxima of a thread's page for its eight queries."""
         count = ir.MemRefType(self._out.type).shape[1]
         line = arith.addi(arith.muli(block, _int(_PAGES)), self._place)
         peaks = [arith.select(missing, _int(_NAN), x) for x in peaks]
-        # More than 2^31 peaks have no 32-bit place.
+        # 64 bits, since there may be more than 2^31 maxima.
         long = ir.IntegerType.get_signless(64)
         line, column = (arith.extui(long, x) for x in (line, self._own))
         place = arith.addi(arith.muli(line, arith.constant(long, count)), column)
@@ -326,13 +324,13 @@ class _Warp:
 
 
 def _of_queries(first: ir.Value, second: ir.Value) -> ir.Value:
-    """Of two keys of a query, and two of another one, the largest for each, side by side."""
+    """Returns the maxima of two pairs, each pair one query's two keys, side by side."""
     low, high = (f"prmt.b32 {x}, $1, $2, {y};" for x, y in (("x", "0x5410"), ("y", "0x7632")))
     return mlir.run(f"{{ .reg .b32 x, y; {low} {high} max.NaN.f16x2 $0, x, y; }}", first, second)
 
 
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
-    """The larger numbers of two pairs; NaN if one is."""
+    """Returns the elementwise maximum of two pairs; NaN if either number is."""
     return mlir.run("max.NaN.f16x2 $0, $1, $2;", left, right)
 
 
@@ -347,21 +345,23 @@ def max_logits_kernel(
     per_row: int,
     interpret: bool = False,
 ) -> Float[Array, "B K P M"]:
-    """`peaks` of the module; those of blocks after a query's own row are anything.
+    """Computes page max logits, `peaks` of the module.
+
+    Pages after a query's own row have arbitrary numbers.
 
     Args:
-      query: Twice the queries in eight bits, as float16, row after row (`round_queries`); their
-        number is a multiple of `TILE`.
-      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and 32 or 64 channels.
-      step: Likewise.
+      query: Queries rounded to eight bits and doubled, as float16, row after row (`round_queries`);
+        their number is a multiple of `TILE`.
+      code: Quantized keys (`BlockCodes`) of all layers, in blocks of 64 keys and 32 or 64 channels.
+      step: Exponents of the scales, likewise.
       layer: The layer.
-      lengths: Keys of each sequence.
-      first_row: Block of each sequence's first row.
-      per_row: Queries of a row.
+      lengths: Number of keys in each sequence.
+      first_row: Block index of each sequence's first row.
+      per_row: Queries per row.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      The largest products in float16, of the `P` pages of all blocks.
+      The largest products in float16, for the `P` pages of all blocks.
     """
     batch, kv_heads, num_queries, _ = query.shape
     sizes = _Sizes(

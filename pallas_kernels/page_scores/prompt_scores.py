@@ -1,22 +1,22 @@
-"""What pages of keys are worth to the rows of a prompt, from their peaks, on GPUs from Ampere on.
+"""Page scores of a prompt's query blocks, from page max logits, on GPUs from Ampere on.
 
     l[p, m] = scale · (factor_m peaks[p, m] + q_m · centre_j)
     S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
 
-over the pages `p` of the blocks `j` up to the row's own: what the second kernel of `hopper`
-makes on Hopper, from what `max_logits_kernel` has written.
+over the pages `p` of the blocks `j` up to the row's own, with the zero points `centre`. This is the
+second kernel of `hopper`, after `max_logits_kernel`.
 
-A warp has 32 queries, of one row or of up to four rows that have few, and waits for no other warp.
-It goes through the blocks twice, 16 at a time, once for the denominators and once back for the
-shares, which are never written: it begins with what came last into the GPU's cache. Products with
-the centres come from tensor cores (`mma.sync`), with centres as rows and queries as columns; these
-lie so that a thread has eight queries that follow each other, and reads their peaks of a page in
-one instruction. Each of its queries has a reference and a denominator in every thread, which meet
-once, at the end of the first pass; a number takes about ten instructions in that, and eight in the
-second one. Sums over the queries of a thread cross four threads, which write a page each.
+A warp has 32 queries, of one row or of up to four short rows, and waits for no other warp. It
+passes over the blocks twice, 16 at a time: forward for the denominators, then backward for the
+shares, which are never written. The backward pass starts with data still in the GPU's cache.
+Products with the zero points use tensor cores (`mma.sync`), with zero points as rows and queries as
+columns, ordered so that a thread has eight adjacent queries and reads their maxima of a page in one
+instruction. Every thread has a reference and a denominator for each of its queries; threads combine
+them once, at the end of the first pass. A number takes about ten instructions in the first pass and
+eight in the second. Sums over queries cross four threads, each of which writes one page.
 
-A number is the rounded sum of both products, the same one in both passes, and powers are taken
-beside the largest one, so that equal pages have equal shares however large they are.
+A logit is the rounded sum of both products, the same in both passes, and shares are relative to the
+largest logit, so that equal pages have equal shares at any magnitude.
 """
 
 import dataclasses
@@ -39,26 +39,26 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 scf: Any = typed_scf
 
-_QUERIES = 32  # of a warp
+_QUERIES = 32  # per warp
 _OF_THREAD = 8
 _TILES = _QUERIES // 8  # products of eight columns
-_BLOCKS = 16  # of a step, rows of a product
-_DEPTH = 16  # channels of a product
+_BLOCKS = 16  # per step: rows of a product
+_DEPTH = 16  # channels per product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
-      programs: Programs of a key/value head.
-      per_row: Queries of a row: 8, 16 or a multiple of 32.
+      programs: Thread blocks per key/value head.
+      per_row: Queries per row: 8, 16 or a multiple of 32.
       blocks: Blocks.
-      factor: Factor of the products in powers of two.
+      factor: Factor of the products times `log2(e)`.
       exponent: Order of the norm.
       interpret: Whether the interpreter runs the kernel.
     """
@@ -72,17 +72,17 @@ class _Sizes:
 
     @property
     def rows(self) -> int:
-        """Rows of a warp."""
+        """Rows per warp."""
         return max(1, _QUERIES // self.per_row)
 
     @property
     def parts(self) -> int:
-        """Warps of a row."""
+        """Warps per row."""
         return max(1, self.per_row // _QUERIES)
 
     @property
     def limit(self) -> float:
-        """Of how large a product counts."""
+        """Bound on the magnitude of products; larger ones are masked."""
         return LARGEST_LOGIT * math.log2(math.e) / self.factor
 
 
@@ -96,8 +96,8 @@ def _score(
     *,
     sizes: _Sizes,
 ) -> None:
-    """One program: 32 queries of each of four warps."""
-    program = sizes.programs - 1 - jax.lax.axis_index("program")  # late rows come first
+    """Runs one thread block: four warps of 32 queries."""
+    program = sizes.programs - 1 - jax.lax.axis_index("program")  # late rows first
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     arrays = [x.at[batch, kv_head] for x in (peaks, factor, query)]
     given: list[Any] = [*arrays, centre.at[batch], out.at[batch, kv_head]]
@@ -146,7 +146,7 @@ def _interpreted(
 
 
 class _Warp:
-    """What one warp does; every value here is one thread's.
+    """The work of one warp; values are per thread.
 
     A thread has rows `lane / 4` and `lane / 4 + 8` of products, two blocks, and queries
     `8 (lane % 4)` to `8 (lane % 4) + 7` of the warp's, two columns of each of four.
@@ -164,18 +164,18 @@ class _Warp:
         kv_head: ir.Value,
         start: ir.Value,
     ) -> None:
-        """Finds the thread's place.
+        """Computes the thread's addresses.
 
         Args:
-          sizes: What is static.
-          peaks: `[P, M]` of a key/value head.
+          sizes: Static parameters.
+          peaks: Page max logits `[P, M]` of a key/value head.
           factor: `[M]`.
           query: `[M, C]`.
           centre: `[J, K, C]`.
           out: `[parts, I, P]`.
-          place: The first warp's, among the 32 queries of warps.
-          kv_head: Which key/value head.
-          start: Block of the sequence's first row.
+          place: Index of the first warp's group of 32 queries.
+          kv_head: Index of the key/value head.
+          start: Block index of the sequence's first row.
         """
         self._sizes, self._peaks, self._factor = sizes, peaks, factor
         self._query, self._centre, self._out = query, centre, out
@@ -198,7 +198,7 @@ class _Warp:
         self._steps = arith.addi(arith.divui(last, _int(_BLOCKS)), _int(1))
 
     def run(self) -> None:
-        """Both passes."""
+        """Runs both passes."""
         sizes = self._sizes
         columns = [self._load_query(tile) for tile in range(_TILES)]
         pointer = mlir.address(self._factor, self._own)
@@ -235,7 +235,7 @@ class _Warp:
             power = _float(sizes.factor * sizes.exponent)
             for values, offset, one in of_queries:
                 for place, value in enumerate(values):
-                    # What is large is taken away first: what is left counts to the last bit.
+                    # Subtract the large offset first, which makes the difference exact.
                     away = arith.mulf(arith.subf(value, offset), power)
                     share = _power(arith.subf(away, one))
                     sums[place] = arith.addf(sums[place], share)
@@ -245,7 +245,7 @@ class _Warp:
     # Memory
 
     def _load_query(self, tile: int) -> list[ir.Value]:
-        """A right operand: the channels of the thread, two words for each product."""
+        """Loads a right operand: the thread's channels, two words per product."""
         page = arith.shrui(self._row, _int(1))
         row = arith.addi(self._first_query, arith.muli(page, _int(_OF_THREAD)))
         row = arith.addi(row, arith.andi(self._row, _int(1)))
@@ -254,14 +254,14 @@ class _Warp:
         return self._load_channels(mlir.address(self._query, place))
 
     def _load_channels(self, pointer: ir.Value) -> list[ir.Value]:
-        """A quarter of the channels of a query or centre: the order of a sum is free."""
+        """Loads an adjacent quarter of the channels; their order in the sum is free."""
         found: list[ir.Value] = []
         for start in range(0, self._channels // 8, 4):
             found += _load(pointer, 4, offset=4 * start)
         return found
 
     def _blocks(self, step: ir.Value) -> list[ir.Value]:
-        """The thread's two blocks of a step."""
+        """Returns the thread's two blocks of a step."""
         first = arith.addi(arith.muli(step, _int(_BLOCKS)), self._row)
         return [first, arith.addi(first, _int(_BLOCKS // 2))]
 
@@ -270,12 +270,12 @@ class _Warp:
     def _values(
         self, step: ir.Value, columns: list[list[ir.Value]], factors: list[ir.Value]
     ) -> list[list[ir.Value]]:
-        """Of each of a thread's queries the numbers of the pages of its two blocks.
+        """Returns each query's logits of the pages of the thread's two blocks.
 
-        -inf is what does not count: what is not a number, too large or after the query's own row.
+        Logits are -inf if they are NaN or too large, or after the query's own row.
         """
         sizes, blocks = self._sizes, self._blocks(step)
-        # Of a block that does not exist, what the last one has is read.
+        # Clamp missing blocks to the last one.
         there = [arith.minsi(x, _int(sizes.blocks - 1)) for x in blocks]
         held = [self._load_peaks(block) for block in there]
         centres = []
@@ -307,9 +307,9 @@ class _Warp:
         return found
 
     def _load_peaks(self, block: ir.Value) -> list[list[ir.Value]]:
-        """Of each page of a block the peaks of the thread's queries, four words."""
+        """Loads the maxima of the thread's queries for each page of a block, four words."""
         count = ir.MemRefType(self._peaks.type).shape[1]
-        # More than 2^31 peaks have no 32-bit place.
+        # 64 bits, since there may be more than 2^31 maxima.
         long = ir.IntegerType.get_signless(64)
         line = arith.extui(long, arith.muli(block, _int(SCORED_PAGES)))
         place = arith.muli(line, arith.constant(long, count))
@@ -318,7 +318,7 @@ class _Warp:
         return [_load(pointer, 4, offset=2 * count * page) for page in range(SCORED_PAGES)]
 
     def _counted(self, value: ir.Value) -> ir.Value:
-        """A number, or -inf if it does not count."""
+        """Replaces a logit that is NaN or too large by -inf."""
         code = (
             "{ .reg .pred p; .reg .f32 x; abs.f32 x, $1; setp.lt.f32 p, x, $2; "
             "selp.f32 $0, $1, 0fFF800000, p; }"
@@ -328,7 +328,7 @@ class _Warp:
     def _gather(
         self, values: list[ir.Value], reference: ir.Value, total: ir.Value
     ) -> tuple[ir.Value, ir.Value]:
-        """A query's reference and denominator with the numbers of a step."""
+        """Updates a query's reference and denominator with the logits of a step."""
         factor = _float(self._sizes.factor)
         higher = functools.reduce(_larger, values, reference)
         total = arith.mulf(total, _power(arith.mulf(arith.subf(reference, higher), factor)))
@@ -338,7 +338,7 @@ class _Warp:
         return higher, total
 
     def _together(self, reference: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Largest number of a query, and what its denominator takes from a power, of all lanes."""
+        """Combines lanes: a query's largest logit, and its denominator as an exponent."""
         sizes, highest = self._sizes, reference
         for distance in (4, 8, 16):
             highest = _larger(highest, mgpu.utils.shfl_bfly(highest, distance))
@@ -346,7 +346,7 @@ class _Warp:
         total = arith.mulf(total, _power(below))
         for distance in (4, 8, 16):
             total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-        # Of a query that saw nothing any number will do: nothing that it saw counts.
+        # If the query sees no page, any finite offset will do.
         saw = arith.cmpf(arith.CmpFPredicate.OGT, total, _float(0.0))
         common = arith.mulf(
             _run("lg2.approx.ftz.f32 $0, $1;", total), _float(float(sizes.exponent))
@@ -354,7 +354,7 @@ class _Warp:
         return highest, arith.select(saw, common, _float(0.0))
 
     def _write(self, step: ir.Value, sums: list[ir.Value]) -> None:
-        """Writes what the queries of each row give to the pages of a step's blocks."""
+        """Writes each row's scores of the pages of a step's blocks."""
         sizes = self._sizes
         _, rows, width = ir.MemRefType(self._out.type).shape
         bits = [
@@ -383,46 +383,46 @@ class _Warp:
 
 
 def _sum_of_lanes(pair: list[ir.Value], bit: ir.Value, distance: int) -> ir.Value:
-    """The sum of two lanes at a distance: of what comes second for the one whose bit is set."""
+    """Sums over two lanes at a distance: second numbers for the lane whose bit is set."""
     first, second = pair
     own, other = arith.select(bit, second, first), arith.select(bit, first, second)
     return arith.addf(own, mgpu.utils.shfl_bfly(other, distance))
 
 
 def _half(pair: ir.Value, which: int) -> ir.Value:
-    """One of two float16 numbers, as float32."""
+    """Converts one of two float16 numbers to float32."""
     name = ("low", "high")[which]
     code = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {name}; }}"
     return _run(code, pair)
 
 
 def _fused(left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
-    """`left · right + total`, rounded once."""
+    """Returns `left · right + total`, rounded once."""
     return _run("fma.rn.f32 $0, $1, $2, $3;", left, right, total)
 
 
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
-    """The larger of two numbers."""
+    """Returns the larger of two numbers."""
     return _run("max.f32 $0, $1, $2;", left, right)
 
 
 def _power(exponent: ir.Value) -> ir.Value:
-    """A power of two."""
+    """Returns `2^exponent`."""
     return _run("ex2.approx.ftz.f32 $0, $1;", exponent)
 
 
 def _as_float(word: ir.Value) -> ir.Value:
-    """The number that a word is."""
+    """Reinterprets a word as a float."""
     return arith.bitcast(ir.F32Type.get(), word)
 
 
 def _run(code: str, *operands: ir.Value) -> ir.Value:
-    """One number of an instruction or a few."""
+    """Emits PTX code that returns one float."""
     return mgpu.utils.inline_ptx(code, *operands, result_types=ir.F32Type.get())
 
 
 def _float(value: float) -> ir.Value:
-    """A number that is known."""
+    """Returns a constant float."""
     return arith.constant(ir.F32Type.get(), value)
 
 
@@ -442,21 +442,21 @@ def page_scores_kernel(
     exponent: int,
     interpret: bool = False,
 ) -> Float[Array, "B K parts I P"]:
-    """`S` of the module, of each key/value head and each 32 queries of a row.
+    """Computes page scores, `S` of the module, per key/value head and 32 queries of a row.
 
     Args:
-      peaks: From `max_logits_kernel`; NaN leaves one out.
-      factor: The queries' powers of two; NaN leaves a query out.
+      peaks: Page max logits of `max_logits_kernel`; NaN excludes a page.
+      factor: The queries' powers of two; NaN excludes a query.
       query: The queries in 16 bits; their number is a multiple of 128.
-      centre: Centres of the blocks, of the same type.
-      first_row: Block of each sequence's first row.
+      centre: Zero points of the blocks, of the same type.
+      first_row: Block index of each sequence's first row.
       per_row: Queries of a row: 8, 16 or a multiple of 32 (`hopper.queries_per_row`).
       scale: Factor of the products.
       exponent: Order of the norm.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32, to be summed over `K` and `parts`; of blocks after a row's own it may be anything.
+      Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block.
     """
     batch, kv_heads, num_queries, _ = query.shape
     sizes = _Sizes(

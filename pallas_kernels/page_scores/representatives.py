@@ -1,18 +1,18 @@
-"""Queries that stand for those of a row, on NVIDIA GPUs from Ampere on: its mean, and the farthest.
+"""Representative queries of each query block (a row): mean and farthest points, from Ampere on.
 
-Farthest-point traversal, head by head (`policies.recommended.representative_queries`): after the
-mean, the query whose distance to the nearest one taken is largest. Each warp takes one row of one
-head and waits for no other warp. It holds all 64 queries in registers, as the left operand of
-tensor cores, which give their products with any other one; so a distance is
+Per head, farthest-point traversal (`policies.recommended.representative_queries`) takes the mean,
+then repeatedly the query farthest from its nearest taken point. Each warp has one row of one head
+and waits for no other warp. It holds all 64 queries in registers as the left operand of tensor
+cores, which multiply them with any other query; so a distance is
 
     |q_i - q_j|^2 = q_i q_i + q_j q_j - 2 q_i q_j
 
-and so is that to the mean, which is multiplied in three parts, 24 bits in bfloat16. A step of the
-traversal is one reduction over the lanes of a warp, a query read from shared memory, and 16
-products of 16 queries, 8 columns and 16 channels (of eight equal columns), about 70 instructions.
+The distance to the mean is computed likewise, with the mean split into three parts, 24 bits in
+bfloat16. A step of the traversal takes one reduction over lanes, one query from shared memory, and
+16 products of 16 queries, 8 (equal) columns and 16 channels, about 70 instructions.
 
-Distance and place of a query are one integer, so that one reduction finds both: distances that
-differ by less than 2^-17 of themselves count as equal, and of equal ones the first is taken.
+One integer holds a query's distance and place, so that one reduction finds both. Distances that
+differ by less than a relative 2^-17 count as equal, and of equal ones the first is taken.
 """
 
 import dataclasses
@@ -34,31 +34,31 @@ from jaxtyping import Array, Bool, Float
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 math: Any = typed_math
 scf: Any = typed_scf
 
-_QUERIES = 64  # of a row
-_PLACES = _QUERIES - 1  # the low bits, which tell the place
-_HEADS = 4  # of a program, one for each warp
-_TILE = 16  # queries that tensor cores take at a time, and channels
+_QUERIES = 64  # per row
+_PLACES = _QUERIES - 1  # mask of the low bits, which hold the place
+_HEADS = 4  # per thread block, one per warp
+_TILE = 16  # queries per product, and channels
 _TILES = _QUERIES // _TILE
-_PARTS = 3  # 16 bits each, that add up to a mean
+_PARTS = 3  # parts of 16 bits that add up to a mean
 _CHUNK = 8  # adjacent channels, in 16 bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
-      rows: Rows of a sequence.
+      rows: Rows per sequence.
       heads: Heads.
-      head_dim: Features of a head, of which the slow half counts.
-      count: Representatives.
+      head_dim: Features per head, of which only the slow half is used.
+      count: Number of representatives.
       kind: Type of the queries.
-      by_warp: Whether each warp copies its own queries, for want of an engine that does.
+      by_warp: Whether each warp copies its own queries; Hopper's copy engine (TMA) does otherwise.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -72,12 +72,12 @@ class _Sizes:
 
     @property
     def width(self) -> int:
-        """Bytes of a query in one of its two pieces."""
+        """Bytes per query in each of its two pieces."""
         return self.head_dim // 4 * 2
 
     @property
     def chunks(self) -> int:
-        """Chunks of the channels that count."""
+        """Chunks of the slow half of the channels."""
         return self.head_dim // 2 // _CHUNK
 
 
@@ -92,14 +92,14 @@ def _represent(
     means: Any,
     filled: Any = None,
 ) -> None:
-    """One program: four rows of a head, those of the last one again where there are fewer."""
+    """Runs one thread block: four pairs of row and head, repeating the last one if necessary."""
     program, batch = jax.lax.axis_index("program"), jax.lax.axis_index("batch")
     quarter, last = sizes.head_dim // 4, sizes.rows * sizes.heads - 1
     pairs = [jnp.minimum(program * _HEADS + index, last) for index in range(_HEADS)]
     wheres = [(jax.lax.div(pair, sizes.heads), jax.lax.rem(pair, sizes.heads)) for pair in pairs]
     for index, (row, head) in enumerate(wheres):
         rows = pl.ds(row * _QUERIES, _QUERIES)
-        for half in range(2):  # channels `d` and `d + H/2` turn together, slower the larger `d` is
+        for half in range(2):  # RoPE rotates channels `d`, `d + H/2` together, slower for large `d`
             channels = pl.ds((2 * half + 1) * quarter, quarter)
             source, target = query.at[batch, rows, head, channels], queries.at[index, half]
             if not sizes.by_warp:
@@ -132,7 +132,7 @@ def _represent(
 
 
 def _interpreted(halves: Array, is_own: Array, count: int) -> Array:
-    """Representatives `[R, 2, H/4]` of queries `[2, 64, H/4]`, by the interpreter."""
+    """Finds representatives `[R, 2, H/4]` of queries `[2, 64, H/4]` in the interpreter."""
     usable = is_own & jnp.all(jnp.isfinite(halves), axis=(0, 2))
     own = jnp.where(usable[None, :, None], halves.astype(jnp.float32), 0.0)
     number = jnp.maximum(jnp.sum(usable.astype(jnp.float32)), 1.0)
@@ -149,7 +149,7 @@ def _interpreted(halves: Array, is_own: Array, count: int) -> Array:
         largest = jnp.max(key)
         best = _PLACES - (largest & _PLACES)
         away = jnp.maximum(norm + norm[best] - 2.0 * products[best], 0.0)
-        # What is not a number is no distance.
+        # Ignore NaN distances.
         distance = jnp.where(distance < 0.0, distance, jnp.fmin(distance, away))
         distance = jnp.where(place == best, -1.0, distance)
         found.append(jnp.where(largest >= 0, halves[:, best], found[0]))
@@ -157,11 +157,11 @@ def _interpreted(halves: Array, is_own: Array, count: int) -> Array:
 
 
 class _Traversal:
-    """What one warp does, which has one row of one head.
+    """The work of one warp, which has one row of one head.
 
-    Of each tile of 16 queries, four adjacent lanes share queries `lane / 4` and `lane / 4 + 8` in
-    tensor cores; of the four tiles each one then looks after one, two queries that are its own. In
-    every chunk of eight channels a lane has the pair `lane % 4`.
+    In tensor core products, four adjacent lanes share queries `lane / 4` and `lane / 4 + 8` of each
+    tile of 16 queries. After products, each of these lanes handles one of the four tiles: its two
+    own queries. In every chunk of eight channels a lane has the pair `lane % 4`.
     """
 
     def __init__(
@@ -174,15 +174,15 @@ class _Traversal:
         means: ir.Value,
         out: ir.Value,
     ) -> None:
-        """Finds out what the warp has.
+        """Computes the warp's addresses.
 
         Args:
-          sizes: What is static.
-          first: The first warp's head, counted through all rows.
-          valid: Which queries count, `[T]` in global memory.
+          sizes: Static parameters.
+          first: Index of the first warp's pair of row and head.
+          valid: Mask of valid queries, `[T]` in global memory.
           queries: `[4, 2, 64, H/4]` in shared memory, tiled.
           norms: `[4, 64]` in shared memory.
-          means: Pairs of the parts of means, `[4, 4, H/4]` in shared memory.
+          means: Pairs of channels of the means' parts, `[4, 4, H/4]` in shared memory.
           out: Pairs `[I, R, N, H/4]` in global memory.
         """
         constant = mlir.constant
@@ -201,13 +201,13 @@ class _Traversal:
         self._kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(sizes.kind).name]
 
     def _of_warp(self, ref: ir.Value, size: int) -> ir.Value:
-        """The address of the warp's own piece of shared memory, of so many bytes."""
+        """Returns the address of the warp's own piece of shared memory, of `size` bytes."""
         return arith.addi(mlir.shared_pointer(ref), arith.muli(self._warp, mlir.constant(size)))
 
     def copy(self, source: ir.Value) -> None:
-        """Brings the warp's queries from those of a sequence, `[T, N, H]` in global memory."""
+        """Starts to copy the warp's queries from a sequence's, `[T, N, H]` in global memory."""
         sizes, constant = self._sizes, mlir.constant
-        chunks = sizes.chunks // 2  # of a piece
+        chunks = sizes.chunks // 2  # per piece
         lane_row = arith.divui(self._lane, constant(chunks))
         chunk = arith.remui(self._lane, constant(chunks))
         first = arith.addi(arith.muli(self._row, constant(_QUERIES)), lane_row)
@@ -216,7 +216,7 @@ class _Traversal:
             arith.muli(start, constant(sizes.head_dim)), arith.muli(chunk, constant(_CHUNK))
         )
         pointer = mlir.address(source, start)
-        # Rows that a lane copies are 8 or 16 apart: the swizzle flips the same bits in all.
+        # A lane's rows are 8 or 16 apart, so the swizzle flips the same bits in all of them.
         place, turn = self._address(lane_row, chunk)
         target = arith.addi(self._queries, arith.xori(place, turn))
         together = mlir.LANES // chunks
@@ -231,18 +231,18 @@ class _Traversal:
         _wait_for_lanes()
 
     def emit(self) -> None:
-        """Finds the representatives and writes them."""
+        """Emits code that finds the representatives and writes them."""
         constant, number = mlir.constant, ir.F32Type.get()
         norms = self._find_norms()
         counts = self._which_count(norms)
         square = self._write_mean(counts)
-        # What was read for the norms is read once more: registers then suffice for four programs.
+        # Read queries again after the norms: four thread blocks per SM need the registers.
         tiles = [self._tile(index) for index in range(_TILES)]
         products = self._with_mean(tiles)
         distances = []
         for counted, norm, product in zip(counts, norms, products, strict=True):
             away = _away(norm, square, product)
-            # Beyond the largest number all are equally far.
+            # Infinite distances count as equal.
             away = arith.minnumf(away, arith.constant(number, float("inf")))
             distances.append(arith.select(counted, away, arith.constant(number, -1.0)))
         mean = _load(arith.addi(self._means, arith.shli(self._word_of_lane(), constant(2))))
@@ -250,7 +250,7 @@ class _Traversal:
         self._walk(tiles, norms, distances, mean)
 
     def _address(self, lane_row: ir.Value, chunk: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Of a chunk, beside the start of its piece; and the bits that the swizzle flips."""
+        """Returns a chunk's offset in its piece, and the bits that the swizzle flips."""
         sizes = self._sizes
         offset = arith.muli(lane_row, mlir.constant(sizes.width))
         mask = mlir.constant(sizes.width - 16)
@@ -259,7 +259,7 @@ class _Traversal:
         return place, turn
 
     def _matrices(self, tile: int, step: int, *, transposed: bool) -> list[ir.Value]:
-        """A tile's two chunks of one step: both halves of its rows of one, then of the other."""
+        """Loads a tile's two chunks of one step: both halves of the rows, chunk by chunk."""
         sizes, constant = self._sizes, mlir.constant
         lane_row = arith.andi(self._lane, constant(_TILE - 1))
         place, turn = self._address(lane_row, arith.shrui(self._lane, constant(4)))
@@ -270,12 +270,12 @@ class _Traversal:
         return _load_matrices(place, offset, transposed=transposed)
 
     def _tile(self, index: int) -> list[list[ir.Value]]:
-        """16 queries: by step four words, as tensor cores take a left operand."""
+        """Loads 16 queries as left operands: four words per step."""
         steps = range(self._sizes.chunks // 2)
         return [self._matrices(index, step, transposed=False) for step in steps]
 
     def _find_norms(self) -> list[ir.Value]:
-        """`q_i q_i` of the own queries, and of all in shared memory: the diagonals of products."""
+        """Returns `q_i q_i` of the own queries from products' diagonals; shares all norms."""
         constant = mlir.constant
         is_odd = _is_set(self._place, 1)
         diagonal = []
@@ -286,7 +286,7 @@ class _Traversal:
                     sums = mlir.multiply(self._kind, left, left[half::2], sums)
                 even, odd = sums[2 * half : 2 * half + 2]
                 diagonal.append(arith.select(is_odd, odd, even))
-        # Columns 2p and 2p + 1 are those of the lanes of pair p.
+        # The lanes of pair p have columns 2p and 2p + 1.
         half_place = arith.shrui(self._place, constant(1))
         has_diagonal = arith.cmpi(arith.CmpIPredicate.eq, half_place, self._pair)
         for index, norm in enumerate(diagonal):
@@ -302,7 +302,7 @@ class _Traversal:
         return arith.bitcast(ir.F32Type.get(), _load(self._place_of_norm(query)))
 
     def _which_count(self, norms: list[ir.Value]) -> list[ir.Value]:
-        """Which of the own queries count; those that are not finite are made 0 in shared memory."""
+        """Returns which own queries are valid and finite; zeroes the others in shared memory."""
         constant, number = mlir.constant, ir.F32Type.get()
         first = arith.muli(self._row, constant(_QUERIES))
         counts = []
@@ -310,7 +310,7 @@ class _Traversal:
             flag = memref.load(self._valid, [mlir.index(arith.addi(first, place))])
             counts.append(arith.cmpi(arith.CmpIPredicate.ne, flag, constant(0)))
         infinity = arith.constant(number, float("inf"))
-        # A norm that is not finite may be that of large numbers.
+        # Large finite numbers can have a non-finite norm, so check the numbers.
         doubtful = [arith.cmpf(arith.CmpFPredicate.UGE, norm, infinity) for norm in norms]
         is_bit = ir.IntegerType.get_signless(1)
         check = scf.IfOp(mlir.is_any(arith.ori(*doubtful)), [is_bit] * 2, has_else=True)
@@ -328,7 +328,7 @@ class _Traversal:
         return list(check.results)
 
     def _is_finite(self, place: ir.Value) -> ir.Value:
-        """Whether all channels of a query are."""
+        """Whether all channels of a query are finite."""
         constant = mlir.constant
         infinity = {"bf16": 0x7F80, "f16": 0x7C00}[self._kind]
 
@@ -342,7 +342,7 @@ class _Traversal:
         return arith.cmpi(arith.CmpIPredicate.slt, largest, constant(infinity))
 
     def _make_zero(self, place: ir.Value, is_lost: ir.Value) -> None:
-        """Makes a query 0 in shared memory."""
+        """Zeroes a query in shared memory."""
 
         def make(where: ir.Value, nothing: list[ir.Value]) -> list[ir.Value]:
             _store(where, mlir.constant(0), is_lost)
@@ -351,7 +351,7 @@ class _Traversal:
         self._over_words(place, [], make)
 
     def _over_words(self, place: ir.Value, start: list[ir.Value], body: Any) -> list[ir.Value]:
-        """A loop over the words of a query, in whatever order they lie."""
+        """Loops over the words of a query, in memory order."""
         sizes, constant = self._sizes, mlir.constant
         row = arith.addi(self._queries, arith.muli(place, constant(sizes.width)))
         bounds = [mlir.index(constant(x)) for x in (0, sizes.width, 4)]
@@ -364,9 +364,9 @@ class _Traversal:
         return list(loop.results)
 
     def _write_mean(self, counts: list[ir.Value]) -> ir.Value:
-        """Puts the mean of what counts in shared memory, and returns its square.
+        """Writes the mean of the valid queries to shared memory, and returns its square.
 
-        Three rows add up to it, of which the first is the mean in 16 bits; a fourth one is 0.
+        The first of three rows is the mean in 16 bits; all three add up to it, and a fourth is 0.
         """
         constant, number = mlir.constant, ir.F32Type.get()
         ballots = [mlir.ballot(counted) for counted in counts]
@@ -408,21 +408,21 @@ class _Traversal:
                 column = (2 * step + place) * 2 * _CHUNK
                 for index, word in enumerate([*parts, constant(0)]):
                     where = arith.addi(pair_start, constant(index * self._sizes.head_dim + column))
-                    _store(where, word)  # eight lanes the same word
+                    _store(where, word)  # eight lanes store the same word
         for distance in (1, 2):
             square = arith.addf(square, mgpu.utils.shfl_bfly(square, distance))
         _wait_for_lanes()
         return square
 
     def _with_mean(self, tiles: list[list[list[ir.Value]]]) -> list[ir.Value]:
-        """Products of the own queries and the mean, whose parts are even and odd columns."""
+        """Returns products of the own queries with the mean, whose parts are separate columns."""
         constant, row = mlir.constant, self._sizes.head_dim
         matrix = arith.shrui(self._lane, constant(3))
         start = arith.addi(self._means, arith.muli(_bit(self._lane, 1), constant(row)))
         start = arith.addi(start, arith.muli(matrix, constant(2 * _CHUNK)))
         columns = []
         for first in (0, 2):
-            some = range(0, self._sizes.chunks, 4)  # a matrix for each eight lanes
+            some = range(0, self._sizes.chunks, 4)  # one matrix per eight lanes
             loads = [first * row + 2 * _CHUNK * chunk for chunk in some]
             found = [_load_matrices(start, offset, transposed=False) for offset in loads]
             columns.append([word for four in found for word in four])
@@ -434,7 +434,7 @@ class _Traversal:
     def _multiply(
         self, tiles: list[list[list[ir.Value]]], columns: list[list[ir.Value]]
     ) -> list[list[ir.Value]]:
-        """Sums of products of all tiles with words of each chunk."""
+        """Multiplies all tiles with right operands, one word per chunk."""
         sums = [_zeros() for _ in tiles]
         for right in columns:
             for step in range(self._sizes.chunks // 2):
@@ -444,7 +444,7 @@ class _Traversal:
         return sums
 
     def _of_own(self, found: list[list[ir.Value]]) -> list[ir.Value]:
-        """Of what four lanes have of all tiles: that of the own one."""
+        """Selects the own tile's numbers from those of all tiles."""
         low, high = (_is_set(self._pair, bit) for bit in (1, 2))
         own = []
         for first, second, third, fourth in zip(*found, strict=True):
@@ -468,7 +468,7 @@ class _Traversal:
             distances = list(loop.inner_iter_args)
             keys = []
             for place, distance in zip(self._own, distances, strict=True):
-                # That of one that is lost is below 0, whatever its low bits are.
+                # Excluded queries have negative keys, whatever their low bits are.
                 key = arith.andi(arith.bitcast(mlir.i32(), distance), constant(~_PLACES))
                 keys.append(arith.ori(key, arith.subi(constant(_PLACES), place)))
             largest = mlir.over_lanes(arith.maxsi(*keys), nvvm.ReductionKind.MAX)
@@ -485,7 +485,7 @@ class _Traversal:
                 for place, distance, own, product in zip(
                     self._own, distances, norms, products, strict=True
                 ):
-                    # What is not a number is no distance, and what is lost stays so.
+                    # Ignore NaN distances; excluded queries stay excluded.
                     away = arith.minnumf(distance, _away(own, norm, product))
                     is_taken = arith.cmpi(arith.CmpIPredicate.eq, place, best)
                     lost = arith.constant(number, -1.0)
@@ -497,16 +497,16 @@ class _Traversal:
             scf.yield_(list(step.results))
 
     def _columns(self, query: ir.Value) -> list[ir.Value]:
-        """A query as a right operand of equal columns: a word for each chunk."""
+        """Loads a query as a right operand of equal columns, one word per chunk."""
         chunks, constant = self._sizes.chunks, mlir.constant
         found = []
-        for start in range(0, chunks, 4):  # a matrix for each eight lanes
+        for start in range(0, chunks, 4):  # one matrix per eight lanes
             chunk = arith.addi(arith.shrui(self._lane, constant(3)), constant(start))
             found += _load_matrices(self._chunk(query, chunk), 0, transposed=False)
         return found
 
     def _chunk(self, query: ir.Value, chunk: ir.Value) -> ir.Value:
-        """The address of a chunk of a query."""
+        """Returns the address of a chunk of a query."""
         per_piece = mlir.constant(self._sizes.chunks // 2)
         half, chunk = arith.divui(chunk, per_piece), arith.remui(chunk, per_piece)
         start = arith.muli(half, mlir.constant(_QUERIES * self._sizes.width))
@@ -514,11 +514,11 @@ class _Traversal:
         return arith.addi(arith.addi(self._queries, start), arith.xori(place, turn))
 
     def _word_of_lane(self) -> ir.Value:
-        """The pair that a lane writes; of a small head half of the lanes have none of their own."""
+        """Returns the index of the lane's pair to write; with small heads, lanes share pairs."""
         return arith.andi(self._lane, mlir.constant(self._sizes.head_dim // 4 - 1))
 
     def _word(self, query: ir.Value) -> ir.Value:
-        """The lane's pair of a query."""
+        """Loads the lane's pair of a query."""
         word = self._word_of_lane()
         place = self._chunk(query, arith.shrui(word, mlir.constant(2)))
         return _load(arith.addi(place, arith.shli(self._pair, mlir.constant(2))))
@@ -536,13 +536,13 @@ class _Traversal:
         mgpu.utils.inline_ptx("st.global.b32 [$0], $1;", pointer, word, predicate=has_word)
 
     def _pack(self, pair: list[ir.Value]) -> ir.Value:
-        """Two numbers in 16 bits."""
+        """Packs two numbers in 16 bits each."""
         code = f"cvt.rn.{self._kind}x2.f32 $0, $2, $1;"
         return mgpu.utils.inline_ptx(code, *pair, result_types=mlir.i32())
 
     def _unpack(self, word: ir.Value) -> list[ir.Value]:
-        """Two numbers of 16 bits."""
-        if self._kind == "bf16" and self._sizes.by_warp:  # which has no instruction for it
+        """Unpacks two 16-bit numbers."""
+        if self._kind == "bf16" and self._sizes.by_warp:  # Ampere lacks the instruction
             return mlir.unpack_bfloat16(word)
         code = (
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
@@ -552,7 +552,7 @@ class _Traversal:
 
 
 def _away(norm: ir.Value, other: ir.Value, product: ir.Value) -> ir.Value:
-    """The square of a distance."""
+    """Returns the square of a distance."""
     number = ir.F32Type.get()
     twice = arith.mulf(product, arith.constant(number, 2.0))
     away = arith.subf(arith.addf(norm, other), twice)
@@ -560,27 +560,27 @@ def _away(norm: ir.Value, other: ir.Value, product: ir.Value) -> ir.Value:
 
 
 def _zeros() -> list[ir.Value]:
-    """No sums yet of a product."""
+    """Returns zero sums of a product."""
     return [arith.constant(ir.F32Type.get(), 0.0)] * 4
 
 
 def _bit(value: ir.Value, bit: int) -> ir.Value:
-    """A bit where it is."""
+    """Masks one bit, in place."""
     return arith.andi(value, mlir.constant(bit))
 
 
 def _is_set(value: ir.Value, bit: int) -> ir.Value:
-    """Whether a bit is."""
+    """Whether a bit is set."""
     return arith.cmpi(arith.CmpIPredicate.ne, _bit(value, bit), mlir.constant(0))
 
 
 def _wait_for_lanes() -> None:
-    """Until what all lanes of the warp have written can be read."""
+    """Synchronizes the lanes of the warp, so that each sees the others' writes."""
     mgpu.utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
 
 
 def _load_matrices(place: ir.Value, offset: int, *, transposed: bool) -> list[ir.Value]:
-    """Four matrices of 8 rows of 16 bytes, whose addresses eight lanes have each."""
+    """Loads four matrices of 8 rows of 16 bytes; eight lanes hold each one's row addresses."""
     turned = ".trans" if transposed else ""
     code = f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
     kinds = [mlir.i32()] * 4
@@ -592,7 +592,7 @@ def _load_matrices(place: ir.Value, offset: int, *, transposed: bool) -> list[ir
 
 
 def _load(place: ir.Value) -> ir.Value:
-    """A word of shared memory."""
+    """Loads a word of shared memory."""
     code = "ld.shared.b32 $0, [$1];"
     return mgpu.utils.inline_ptx(code, place, result_types=mlir.i32(), has_side_effects=True)
 
@@ -612,13 +612,13 @@ def representatives_kernel(
     by_warp: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B I R N C"]:
-    """`count` representatives of each 64 queries of every head, in the slow half of the channels.
+    """Selects `count` representatives per 64 queries and head, in the slow half of the channels.
 
     Args:
       query: Queries in 16 bits, of whole rows, with a head_dim of 64 or 128.
-      valid: Which columns hold a query of the sequence.
-      count: Representatives.
-      by_warp: Whether warps copy what they need, as on GPUs other than Hopper; else TMA does.
+      valid: Mask of valid queries.
+      count: Number of representatives.
+      by_warp: Whether warps copy their queries, as on GPUs other than Hopper; otherwise TMA does.
       interpret: Whether the interpreter runs the kernel.
     """
     batch, tokens, heads, head_dim = query.shape

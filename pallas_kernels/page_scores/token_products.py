@@ -1,24 +1,24 @@
-"""Products of one token's queries with keys at four bits, by single warps, from memory to maxima.
+"""Page max logits of one token's queries with 4-bit keys, computed by single warps.
 
     peaks[p, j, n] = max_{s in page p of block j} q'_n · step_j code_s
     shared[j, n]   = q_n · centre_j
 
-A page has 16 keys, a quarter of a block's.
+A page has 16 keys, a quarter of a block. `centre` is a block's zero point, `step` its scale.
 
-A warp takes whole blocks of one key/value head and shares nothing with the others. It copies the
-codes and steps of a block to shared memory (`cp.async`), `_STAGES - 1` blocks ahead. A thread then
-reads 8 bytes of each of 8 rows, makes numbers of them in registers and multiplies with `mma.sync`.
-Were the codes read to registers at once, the compiler would await all blocks together: it has six
-counters for what a warp waits for.
+A warp has whole blocks of one key/value head and shares nothing with other warps. It copies a
+block's quantized keys and scales to shared memory (`cp.async`), `_STAGES - 1` blocks ahead. A
+thread then reads 8 bytes of each of 8 rows, dequantizes them in registers and multiplies with
+`mma.sync`. With direct loads to registers, the compiler would wait for all blocks together, since a
+warp has only six counters for pending loads.
 
-*Which channel is where.* The sum over channels knows no order, so a thread keeps those it reads:
-with `t` its place among the four threads of a row and `w` 32-bit words of codes for each, the bytes
-`4 w t` to `4 w (t + 1)`; of these the low four bits are channels of the first half, the high ones
-of the second. Queries and centres are read in the same places. The words of a product are bytes 0
-and 2, then 1 and 3, of a word of codes.
+*Order of channels.* The order of channels in a sum is free, so a thread multiplies the channels
+that it reads: with `t` its place among the four threads of a row and `w` 32-bit words for each, the
+bytes `4 w t` to `4 w (t + 1)`. Their low four bits are channels of the first half, the high ones of
+the second. Queries and zero points are read in the same order. The words of a product are bytes 0
+and 2, then 1 and 3, of a quantized word.
 
-*Numbers.* Codes are made float16 where they are (`four_bits`), and `q'` is float8_e4m3 times a
-power of two, which is left to the end: all of it is exact.
+*Numbers.* Threads dequantize keys to float16 in place (`four_bits`), and `q'` is float8_e4m3 times
+a power of two, which is applied at the end. All of this is exact.
 """
 
 from typing import Any
@@ -39,29 +39,29 @@ from sketchwalk_jax.pallas_kernels.lib import row_ops
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
 
-# Their annotations lack the operands that their functions take.
+# The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 scf: Any = typed_scf
 
-KEYS = 64  # of a block
-QUERIES = 8  # of a product
-MOST_BLOCKS = 64  # of a program: 16 rows of centres for each of four warps
+KEYS = 64  # per block
+QUERIES = 8  # per product
+MOST_BLOCKS = 64  # per thread block: 16 rows of zero points for each of four warps
 _WORD = 4  # bytes
-_STAGES = 2  # blocks that a warp has in shared memory: it works on one, the other is under way
+_STAGES = 2  # blocks per warp in shared memory: one in use, one in flight
 _CHUNK = 16  # bytes that a thread copies at a time
-_GROUPS = KEYS // 8  # of eight rows, one for each four threads
-_TILES = KEYS // 16  # of the rows of a product
-_LARGEST_SHIFT = 100  # of a query's power of two
-_COPY = "cp.async.cg.shared.global"  # past the first cache
+_GROUPS = KEYS // 8  # groups of eight rows, one row per four threads
+_TILES = KEYS // 16  # tiles of a product's 16 rows
+_LARGEST_SHIFT = 100  # largest exponent of a query's power of two
+_COPY = "cp.async.cg.shared.global"  # bypasses L1
 _TWICE = 0x40004000
-# The larger numbers of two pairs without signs, `$1` and `x`, and float32 numbers `a` and `b` in
-# float8_e4m3, as a pair `x` of float16.
+# Hopper's PTX for the maxima of two pairs of magnitudes, `$1` and `x`; and for rounding float32 `a`
+# and `b` to float8_e4m3, as a pair `x` of float16.
 _HOPPER = (
     "max.u16x2 $0, $1, x;",
     "cvt.rn.satfinite.e4m3x2.f32 e, b, a; cvt.rn.f16x2.e4m3x2 x, e;",
 )
-# Older GPUs have no instructions for these. Of pairs they keep the largest number alone. They round
-# by a number whose last bit is what the last one of the result is, which is 2^-9 or more.
+# Older GPUs lack these instructions. They keep only the largest number of both pairs, and round by
+# adding a number whose last bit has the value of the result's last bit, at least 2^-9.
 _AMPERE = (
     "shr.u32 y, x, 16; max.u32 y, y, $1; and.b32 x, x, 0xffff; max.u32 $0, x, y;",
     " ".join(
@@ -75,16 +75,16 @@ _AMPERE = (
 
 
 def room_of_codes(row_bytes: int) -> Any:
-    """Shared memory that `block_products` needs, for the codes and steps of some blocks.
+    """Returns the shared memory of `block_products`, for quantized keys and scales of some blocks.
 
     Args:
-      row_bytes: Of the codes of a key, a multiple of 16.
+      row_bytes: Quantized bytes per key, a multiple of 16.
     """
     return plgpu.SMEM((row_ops.WARPS, _STAGES * _block_bytes(row_bytes)), jnp.int8)
 
 
 def _block_bytes(row_bytes: int) -> int:
-    """Of a block's codes and steps."""
+    """Returns the bytes of a block's quantized keys and scales."""
     return (KEYS + 2) * row_bytes
 
 
@@ -105,24 +105,24 @@ def block_products(
     length: Array,
     interpret: bool,
 ) -> None:
-    """Writes what the blocks of a program give to shared memory, those that are there.
+    """Writes the products of a thread block's existing key blocks to shared memory.
 
-    Where a page has no key, its peaks are not finite.
+    Pages without a key get non-finite maxima.
 
     Args:
       query: Queries of one sequence `[N, H]`, bfloat16.
-      code: As `BlockCodes` has it, of one sequence `[J, K, S, C/2]`.
-      centre: Likewise, `[J, K, C]`.
-      step: Likewise, `[J, K, C]`.
-      peaks: The peaks of the module, `[4, 64, 8]` in shared memory, by page.
-      shared: The other products, `[64, 8]`.
+      code: Quantized keys as in `BlockCodes`, of one sequence `[J, K, S, C/2]`.
+      centre: Zero points, likewise, `[J, K, C]`.
+      step: Exponents of the scales, likewise, `[J, K, C]`.
+      peaks: Target of the module's `peaks`, `[4, 64, 8]` in shared memory, by page.
+      shared: Target of the module's `shared`, `[64, 8]`.
       room: Shared memory, `room_of_codes`.
-      kv_head: Which key/value head.
-      group: Query heads of each.
-      first: The program's first block.
-      count: Blocks of a program, a multiple of 4.
-      there: Those of them that the sequence has.
-      length: Keys of the sequence.
+      kv_head: Index of the key/value head.
+      group: Query heads per key/value head.
+      first: First key block of the thread block.
+      count: Key blocks per thread block, a multiple of 4.
+      there: Number of these that exist in the sequence.
+      length: Number of keys in the sequence.
       interpret: Whether the interpreter runs the kernel.
     """
     if interpret:
@@ -187,9 +187,9 @@ def _power_of_two(exponent: Array) -> Array:
 
 
 class _Warp:
-    """What one warp does; every value here is one thread's.
+    """The work of one warp; values are per thread.
 
-    A thread has row `lane / 4` of eight, and place `lane % 4` in it.
+    A thread has row `lane / 4` of eight, and place `lane % 4` within it.
     """
 
     def __init__(
@@ -208,25 +208,25 @@ class _Warp:
         there: ir.Value,
         length: ir.Value,
     ) -> None:
-        """Finds the thread's place."""
+        """Computes the thread's addresses."""
         self._query, self._code, self._centre, self._step = query, code, centre, step
         self._peaks, self._shared = peaks, shared
         self._group, self._count = group, count
         self._kv_head, self._first, self._length = kv_head, first, length
         _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
-        self._words = self._row_bytes // (4 * _WORD)  # of codes, in a row, of a thread
+        self._words = self._row_bytes // (4 * _WORD)  # quantized words per key and thread
         self._lane, self._warp = mlir.lane(), mlir.warp()
         self._row = arith.shrui(self._lane, _int(2))
         self._place = arith.andi(self._lane, _int(3))
         self._channel = arith.muli(self._place, _int(_WORD * self._words))
         size = _int(_STAGES * _block_bytes(self._row_bytes))
         self._room = arith.addi(mlir.shared_pointer(room), arith.muli(self._warp, size))
-        # Blocks of the warp that are there, of every four one.
+        # Number of the warp's existing blocks: every fourth one.
         left = arith.subi(there, self._warp)
         self._own = arith.divui(arith.addi(left, _int(row_ops.WARPS - 1)), _int(row_ops.WARPS))
 
     def run(self) -> None:
-        """All blocks of the warp: every fourth of the program."""
+        """Processes all blocks of the warp: every fourth of the thread block's."""
         blocks = self._count // row_ops.WARPS
         for index in range(_STAGES - 1):
             self._start_copy(_int(index))
@@ -243,7 +243,7 @@ class _Warp:
         pairs = [four_bits.in_pairs(x) for x in queries]
         self._write_shared(pairs, centres)
         rounded, scale = self._round(pairs)
-        # The two columns of a product that a thread has are queries of other threads' rows.
+        # A thread's two columns of a product are queries whose scales other threads have.
         first_column = arith.shli(self._place, _int(3))
         scales = [
             _shuffle(scale, arith.addi(first_column, _int(4 * column))) for column in range(2)
@@ -255,7 +255,7 @@ class _Warp:
         with ir.InsertionPoint(loop.body):
             index = arith.index_cast(_i32(), loop.induction_variable)
             self._await_copy()
-            # Into the place of the block before, which all lanes have read.
+            # This overwrites the previous block, which all lanes have read.
             self._start_copy(arith.addi(index, _int(_STAGES - 1)))
             self._write_peaks(self._read(index), self._local(index), rounded, scales)
             scf.yield_([])
@@ -263,16 +263,16 @@ class _Warp:
     # Memory
 
     def _local(self, index: ir.Value) -> ir.Value:
-        """Place in the program of a warp's block."""
+        """Returns the index of a warp's block in the thread block."""
         return arith.addi(arith.muli(index, _int(row_ops.WARPS)), self._warp)
 
     def _stage(self, index: ir.Value) -> ir.Value:
-        """Where a warp's block lies in shared memory: codes, then steps."""
+        """Returns the shared-memory address of a warp's block: quantized keys, then scales."""
         stage = arith.remui(index, _int(_STAGES))
         return arith.addi(self._room, arith.muli(stage, _int(_block_bytes(self._row_bytes))))
 
     def _start_copy(self, index: ir.Value) -> None:
-        """Starts to copy one block, if it is there: a warp 512 adjacent bytes at a time."""
+        """Starts to copy one block, if it exists, in 512 adjacent bytes per warp at a time."""
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, self._own)):
             block = arith.addi(self._first, self._local(index))
             offset = arith.muli(self._lane, _int(_CHUNK))
@@ -294,7 +294,7 @@ class _Warp:
         mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
 
     def _read(self, index: ir.Value) -> list[ir.Value]:
-        """The codes of one block, a row of each group, and its steps."""
+        """Reads a block's quantized keys, one row per group, and its scale exponents."""
         start = arith.addi(self._stage(index), self._channel)
         own = arith.addi(start, arith.muli(self._row, _int(self._row_bytes)))
         found: list[ir.Value] = []
@@ -307,15 +307,15 @@ class _Warp:
         return found
 
     def _row_of_block(self, block: ir.Value) -> ir.Value:
-        """Its number among the blocks of all heads."""
+        """Returns a block's index among the blocks of all heads."""
         return arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
 
     def _place_of_block(self, block: ir.Value) -> ir.Value:
-        """Of its first channel in centres and steps."""
+        """Returns the offset of a block's first channel in zero points and scales."""
         return arith.muli(self._row_of_block(block), _int(2 * self._row_bytes))
 
     def _load_centres(self, start: int) -> tuple[ir.Value, list[list[ir.Value]]]:
-        """The centre of the warp's block of this thread's row, from one on, and its place."""
+        """Loads the zero point of the warp's block `start` plus the thread's row; and its index."""
         index = arith.addi(self._row, _int(start))
         local = self._local(index)
         is_there = _flag(arith.cmpi(arith.CmpIPredicate.ult, index, self._own))
@@ -330,7 +330,7 @@ class _Warp:
     # Numbers
 
     def _round(self, pairs: list[list[ir.Value]]) -> tuple[list[list[ir.Value]], ir.Value]:
-        """Twice the queries in eight bits, as float16, and the power of two that they lack."""
+        """Rounds queries to eight bits in float16, doubled; also returns their power of two."""
         larger, in_eight_bits = _HOPPER if mgpu.utils.get_arch().major >= 9 else _AMPERE
         peak = _int(0)
         for pair in (x for half in pairs for x in half):
@@ -362,7 +362,7 @@ class _Warp:
         pairs: list[list[ir.Value]],
         centres: list[tuple[ir.Value, list[list[ir.Value]]]],
     ) -> None:
-        """The products with the centres: the rows of one product are up to 16 blocks."""
+        """Writes the products with the zero points, up to 16 blocks per product."""
         zero = arith.constant(ir.F32Type.get(), 0.0)
         none = [[_int(0)] * len(half) for half in pairs]
         both = [found for _, found in centres] + [none] * (2 - len(centres))
@@ -382,7 +382,7 @@ class _Warp:
         rounded: list[list[ir.Value]],
         scales: list[ir.Value],
     ) -> None:
-        """The largest products with the keys of each page of one block."""
+        """Writes the largest products with the keys of each page of one block."""
         words = self._words
         codes, steps = held[: _GROUPS * words], held[_GROUPS * words :]
         factors = [
@@ -394,13 +394,13 @@ class _Warp:
         left = arith.select(four_bits.is_empty(steps), _int(0), left)
         f32 = ir.F32Type.get()
         least, zero = arith.constant(f32, -float("inf")), arith.constant(f32, 0.0)
-        found: list[list[ir.Value]] = []  # of each tile the larger of a thread's two rows
+        found: list[list[ir.Value]] = []  # per tile, the maxima of a thread's two rows
         for tile in range(_TILES):
             total = []
             for group in (2 * tile, 2 * tile + 1):
                 row = arith.addi(self._row, _int(8 * group))
                 is_key = arith.cmpi(arith.CmpIPredicate.slt, row, left)
-                total += [arith.select(is_key, zero, least)] * 2  # whatever is added, none
+                total += [arith.select(is_key, zero, least)] * 2  # masks missing keys
             for word in range(words):
                 rows = [codes[group * words + word] for group in (2 * tile, 2 * tile + 1)]
                 rows += [arith.shrui(x, _int(8)) for x in rows]
@@ -417,10 +417,10 @@ class _Warp:
     def _store_peaks(
         self, peaks: list[list[ir.Value]], local: ir.Value, scales: list[ir.Value]
     ) -> None:
-        """Writes the largest of all rows, of two columns of four pages: a thread of each row one.
+        """Reduces over rows and writes two columns of four pages, one number per thread of a row.
 
-        Of the numbers that two rows have, each goes on with half: with the column of the row's
-        lowest bit, then with the pages of its other bits.
+        In each exchange two rows split their numbers: by column for the row's lowest bit, then by
+        page for its other bits.
         """
         bits = [
             arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._row, _int(1 << bit)), _int(0))
@@ -435,7 +435,7 @@ class _Warp:
         memref.store(value, self._peaks, [mlir.index(x) for x in (page, local, column)])
 
     def _store_shared(self, local: ir.Value, values: list[ir.Value]) -> None:
-        """Writes the two columns of this thread."""
+        """Writes the thread's two columns."""
         column = arith.shli(self._place, _int(1))
         for index, value in enumerate(values):
             place = arith.addi(column, _int(index))
@@ -443,14 +443,14 @@ class _Warp:
 
 
 def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
-    """The larger number; of a number and NaN the number."""
+    """Returns the larger number, ignoring NaN."""
     return mgpu.utils.inline_ptx("max.f32 $0, $1, $2;", left, right, result_types=left.type)
 
 
 def _larger_of_rows(pair: list[ir.Value], bit: ir.Value, distance: int) -> ir.Value:
-    """The larger second number of two lanes at a distance, for the one whose bit is set.
+    """Returns the maximum over two lanes at a distance.
 
-    For the other one it is the larger first number.
+    The lane whose bit is set gets the maximum of the second numbers, the other lane of the first.
     """
     low, high = pair
     own, other = arith.select(bit, high, low), arith.select(bit, low, high)
@@ -458,7 +458,7 @@ def _larger_of_rows(pair: list[ir.Value], bit: ir.Value, distance: int) -> ir.Va
 
 
 def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
-    """What another lane of the warp has."""
+    """Returns the value of another lane of the warp."""
     code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
     return mgpu.utils.inline_ptx(code, value, lane, result_types=value.type, has_side_effects=True)
 
@@ -470,7 +470,7 @@ def _copy(target: ir.Value, source: ir.Value, offset: int, from_start: int) -> N
 
 
 def _flag(condition: ir.Value) -> ir.Value:
-    """1 or 0."""
+    """Converts a condition to 1 or 0."""
     return arith.extui(_i32(), condition)
 
 

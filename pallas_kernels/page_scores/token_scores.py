@@ -1,24 +1,24 @@
-"""What pages of keys are worth to one token, on GPUs from Ampere on, from keys at four bits.
+"""Page scores of one token per head, from 4-bit keys, on GPUs from Ampere on.
 
     l[n, p] = scale · (q_n · centre_j + max_{s in page p} q'_n · step_j code_s)
 
 for the query heads `n` of one key/value head and the four pages `p` of 16 keys of each block `j`
-(`policies.block_codes`). A program has some blocks of one key/value head, as few as it takes to
-fill the GPU, and four warps that share them; the products are those of `code_products`. What is
-wanted are powers of shares,
+(`policies.block_codes`). A thread block has some key blocks of one key/value head, few enough that
+thread blocks fill the GPU, and four warps that share them; `token_products` multiplies. The norm
+over heads needs powers of shares,
 
     share[n, p] = exp(l[n, p]) / Σ_i exp(l[n, i])
 
-whose denominators no program knows, so that each writes what its own pages say:
+whose denominators no thread block knows. So each writes statistics of its own pages:
 
     top[n] = max_p l[n, p],   total[n] = Σ_p exp(l[n, p] - top[n]),
     powers[n, p] = exp(l[n, p] - top[n]) ^ exponent
 
-and `token_lists` puts the programs' parts together. Exponentials are taken here, by all of the GPU.
-What is not a number or too large (`LARGEST_LOGIT`) counts as no attention. Each code is read once,
+and `token_lists` combines them. The exponentials are computed here, on all of the GPU. Logits that
+are NaN or too large (`LARGEST_LOGIT`) count as no attention. Each quantized number is read once,
 half a byte. A thread has all pages of a block. Their powers are rounded to bfloat16, 8 bytes for
-the four: the one program that reads all of them would take twice as long to read float32. A share,
-the root of a power, is then right within `2^-9 / exponent` of itself.
+the four: the one thread block that reads all of them would take twice as long for float32. A share,
+the root of a power, then has a relative error of at most `2^-9 / exponent`.
 """
 
 import dataclasses
@@ -45,20 +45,20 @@ from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 
 PAGE = KEYS // SCORED_PAGES
-"""Keys of a page."""
-_PROGRAMS = 528  # of 128 threads, that a GPU of 132 processors runs at a time
-_PARTS = 64  # of a head, where these are not too large
+"""Keys per page."""
+_PROGRAMS = 528  # thread blocks of 128 threads that a GPU with 132 SMs runs at a time
+_PARTS = 64  # most parts per head, unless they would be too large
 _SHAPE = (MOST_BLOCKS, QUERIES)
 
 
 class TokenParts(NamedTuple):
-    """What programs say of their blocks; what is beyond a sequence is not written.
+    """Softmax statistics of the parts; entries beyond a sequence are not written.
 
     Attributes:
-      powers: `[B, N, room]` as in the module's text, bfloat16.
-      top: `[B, more than N, parts]`, float32.
-      total: Likewise.
-      size: Columns of a part: the pages of some blocks.
+      powers: `powers` of the module, `[B, N, room]`, bfloat16.
+      top: `top` of the module, `[B, more than N, parts]`, float32.
+      total: `total` of the module, likewise.
+      size: Columns per part: the pages of some blocks.
     """
 
     powers: Float[Array, "B N W"]
@@ -69,13 +69,13 @@ class TokenParts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
-      group: Query heads of a key/value head.
-      count: Blocks of a program.
+      group: Query heads per key/value head.
+      count: Key blocks per thread block.
       scale: Factor of the logits.
-      exponent: Of the shares.
+      exponent: Exponent of the shares.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -87,7 +87,7 @@ class _Sizes:
 
 
 def blocks_of_part(batch: int, kv_heads: int, num_blocks: int) -> int:
-    """Blocks of a program, 4 to 64: few for many programs, and not too many of one head.
+    """Chooses key blocks per thread block, 4 to 64, so that thread blocks fill the GPU.
 
     Example:
       >>> [blocks_of_part(1, 8, num_blocks) for num_blocks in (45, 256, 2048)]
@@ -113,14 +113,13 @@ def _score(
     shared: Any,
     room: Any,
 ) -> None:
-    """One program: some blocks of one key/value head."""
+    """Runs one thread block: some key blocks of one key/value head."""
     batch, part, kv_head = (jax.lax.axis_index(name) for name in ("batch", "part", "kv_head"))
     first = part * sizes.count
     length, index = lengths[batch], layer[0]
     there = jnp.clip(jax.lax.div(length + KEYS - 1, KEYS) - first, 0, sizes.count)
 
-    # The second condition always holds. With it the compiler reads the layer together with the
-    # length, not once the length is there.
+    # The second condition always holds. It makes the compiler load layer and length together.
     @pl.when((there > 0) & (index >= 0))
     def _() -> None:
         block_products(
@@ -142,7 +141,7 @@ def _score(
         row_ops.barrier(interpret=sizes.interpret)
         own = [ops.read(peaks.at[page]) for page in range(SCORED_PAGES)]
         beside = ops.read(shared)
-        # As powers of two.
+        # In base 2.
         logits = [(x + beside) * (sizes.scale * math.log2(math.e)) for x in own]
         counts = [jnp.abs(x) < LARGEST_LOGIT * math.log2(math.e) for x in logits]
         is_block = ops.matrix_index(_SHAPE, 0) < there
@@ -175,7 +174,7 @@ def _write(
     there: Array,
     sizes: _Sizes,
 ) -> None:
-    """Writes what is of heads and blocks that there are."""
+    """Writes the results of existing heads and blocks."""
     if sizes.interpret:
         heads, size = pl.ds(head, sizes.group), sizes.count * SCORED_PAGES
         found = jnp.stack([x[: sizes.count, : sizes.group].T for x in powers], axis=-1)
@@ -210,22 +209,21 @@ def token_scores_kernel(
     all_kv_heads: int | None = None,
     interpret: bool = False,
 ) -> TokenParts:
-    """The parts of the module's text, of every token and head.
+    """Computes `powers`, `top` and `total` of the module for every token and head.
 
     Args:
-      query: Queries in bfloat16, of at most eight heads for one of keys, in all their channels.
-      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and the slow half of the
+      query: Queries in bfloat16, at most eight heads per key/value head, in all channels.
+      code: Quantized keys (`BlockCodes`) of all layers: blocks of 64 keys, slow half of the
         channels.
-      centre: Likewise.
-      step: Likewise.
+      centre: Zero points, likewise.
+      step: Exponents of the scales, likewise.
       layer: The layer.
-      lengths: Keys present in each sequence.
+      lengths: Number of keys in each sequence.
       scale: Factor of the products.
-      exponent: Of the shares.
-      room: Heads and columns that there is to be room for in the result, of these a multiple of
-        256. The columns are the pages of all blocks, in order.
-      all_kv_heads: Key/value heads of all ranks, where these are one rank's: parts are those of
-        one device.
+      exponent: Exponent of the shares.
+      room: Heads and columns of the result, padded; columns are a multiple of 256. The columns are
+        the pages of all blocks, in order.
+      all_kv_heads: Key/value heads of all ranks if these are one rank's; they determine the parts.
       interpret: Whether the interpreter runs the kernel.
     """
     batch, num_heads, _ = query.shape

@@ -1,1 +1,1 @@
-"""Page indices: the pages with the best scores."""
+"""Selection of the blocks or pages with the best scores."""

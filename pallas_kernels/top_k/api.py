@@ -1,6 +1,6 @@
-"""Page indices of each query block: the best by given scores, or by one token's page scores.
+"""Selects the best blocks by given scores, or one token's pages by their page scores.
 
-A function returns `None` where no kernel takes the call; the policy then runs plain JAX.
+The functions return `None` if no kernel supports the call; the policy then uses plain JAX.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def select_blocks(
     row_size: int | None = None,
     kernel_config: KernelConfig,
 ) -> BlockSelection | None:
-    """`selection.select_blocks` with exactly the same lists (Algorithm 1 step 7)."""
+    """Runs `selection.select_blocks` as a kernel, with the same indices (Algorithm 1 step 7)."""
     if scores.shape[-1] > MAX_BLOCKS:
         return None
     from sketchwalk_jax.pallas_kernels.top_k.select import select_blocks_kernel
@@ -72,11 +72,10 @@ def select_token_by_page_scores(
     ranks: Any = None,
     kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
-    """Scores, evidence and list of one token per sequence, of the recommended policy.
+    """Computes page scores and page indices of one token per sequence, for the recommended policy.
 
-    The keys are those of the slow half of the channels of one layer among all, as `BlockCodes` has
-    them. They may be of one rank's heads (`ranks`, a `Heads`), as queries then are. Budgets,
-    evidence, and first and last blocks are those of pages, which are listed.
+    Quantized keys are the arrays of `BlockCodes` for all layers, and may be of one rank's heads
+    (`ranks`, a `Heads`), like the queries. Budgets and sink and local blocks count pages.
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads

@@ -1,12 +1,12 @@
-"""Top-τ and compaction in one kernel: from scores to block lists (Algorithm 1 step 7).
+"""Top-k and compaction in one kernel: from scores to block indices (Algorithm 1 step 7).
 
-A program is one warpgroup with one row, which it reads once (4 bytes per block) and keeps in
-registers. Scores become 32-bit integers of the same order; halving an interval, twice at a time,
-finds the threshold that keeps the row's count, and stops as soon as the count is met. Ties at the
-threshold go to the lower index. Every warp owns a stretch of consecutive columns, so that votes
-give each kept column its place in the ascending list.
+A thread block is one warpgroup with one row of scores, which it reads once (4 bytes per block) and
+keeps in registers. Scores become 32-bit integers of the same order. Bisection, two steps at a time,
+finds the threshold that keeps the row's count, and stops once the count is met. Ties at the
+threshold go to the lower index. Every warp has a stretch of consecutive columns, so that votes give
+each kept column its place in the ascending list.
 
-`select_row` does this in registers; the kernels of prompts and of decoding end with it too.
+`select_row` does this in registers; the decoding kernels end with it too.
 """
 
 from typing import Any, NamedTuple
@@ -21,22 +21,22 @@ from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.scaled import replace
 from sketchwalk_jax.selection import BlockSelection
 
-# Keys of +inf (forced blocks), -inf (blocks above the diagonal), and of columns that do not exist.
+# Keys of +inf (forced blocks), of -inf (blocks above the diagonal) and of columns beyond the end.
 _FORCED = 0x7F800000
 _BEYOND = ~0x7F800000
 _ABSENT = -(1 << 31)
-_WARPGROUPS = 4  # at most, that share a row
-_TILES = 8  # of key blocks, of which a warpgroup has a multiple
+_WARPGROUPS = 4  # most warpgroups per row
+_TILES = 8  # divides the tiles of key blocks of a warpgroup
 
 
 class _Bracket(NamedTuple):
-    """Where the search for a threshold stands.
+    """State of the search for a threshold.
 
     Attributes:
-      lower: A key that more keys than wanted reach, or the least of all.
-      upper: A key that no more keys than wanted reach.
-      above: How many reach `upper`.
-      turn: Which half of the scratch memory the next count takes.
+      lower: A key that would keep too many keys, or the least of all keys.
+      upper: A key that does not keep too many keys.
+      above: Number of keys that are at least `upper`.
+      turn: Half of the scratch memory for the next count.
     """
 
     lower: Int[Array, ""]
@@ -46,9 +46,9 @@ class _Bracket(NamedTuple):
 
 
 def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Integers in the order of the scores; both zeros are one number.
+    """Maps scores to integers of the same order; both zeros are equal.
 
-    Scores that are not finite have the key of what lies above the diagonal, below every finite one.
+    Non-finite scores map to the key of blocks above the diagonal, below all finite scores.
     """
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -67,7 +67,7 @@ def row_keys(
     sink_blocks: int,
     local_blocks: int,
 ) -> Int[Array, "..."]:
-    """Keys of one row with the forced blocks on top and the blocks above the diagonal below."""
+    """Returns a row's keys, with forced blocks highest and blocks above the diagonal lowest."""
     keys = ordered_keys(scores)
     forced = (columns < sink_blocks) | (columns > row - local_blocks)
     keys = replace(keys, forced, _FORCED)
@@ -84,18 +84,18 @@ def row_threshold(
     layout: Any,
     interpret: bool,
 ) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-    """The keys to keep: those of at least `upper`, and `missing` of those equal to `lower`.
+    """Finds the keys to keep: all from `upper` on, and the first `missing` equal to `lower`.
 
-    Bisection, two steps at a time: three limits divide what lies between the two keys into
-    quarters, and one count for all three says in which of them the threshold is. It ends when
-    `upper` keeps just what is wanted, or when no key lies between the two.
+    Bisection, two steps at a time: three limits divide the interval between the two keys into
+    quarters, and one count for all three tells which quarter has the threshold. It ends when
+    `upper` keeps exactly `count` keys, or when no key is between the two.
 
     Args:
       keys: Keys of one row, in registers.
       count: Keys to keep.
       scratch: `warp_ops.scratch_of_counts()`.
       guesses: Three keys in ascending order to try first; the result does not depend on them.
-      layout: Of the keys.
+      layout: Layout of the keys.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -108,7 +108,7 @@ def row_threshold(
     def narrow(state: _Bracket, limits: tuple[Array, Array, Array]) -> _Bracket:
         lower, upper, above, turn = state
         kept = row_ops.count_kept(keys, limits, scratch, turn, layout=layout, interpret=interpret)
-        # The least limit that keeps too few is the new upper key, the one below it the lower.
+        # The least limit that does not keep too many becomes `upper`, the one below it `lower`.
         for limit, number in reversed(list(zip(limits, kept, strict=True))):
             upper = jnp.where(number <= count, limit, upper)
             above = jnp.where(number <= count, number, above)
@@ -118,22 +118,22 @@ def row_threshold(
 
     def quarter(state: _Bracket) -> _Bracket:
         lower, upper, _, _ = state
-        # Rounded up: no limit is the lower key itself, and what exceeds the upper one does no harm.
+        # Round up, so that no limit equals the lower key; limits above the upper key do no harm.
         step = jax.lax.shift_right_logical(upper - lower + 3, jnp.int32(2))
         return narrow(state, (lower + step, lower + 2 * step, lower + 3 * step))
 
     start = _Bracket(jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0), jnp.int32(0))
     if guesses:
-        one, two, three = (count * 0 + guess for guess in guesses)  # no constants to the compiler
+        one, two, three = (count * 0 + guess for guess in guesses)  # not constant to the compiler
         start = narrow(start, (one, two, three))
     lower, upper, above, _ = jax.lax.while_loop(is_open, quarter, start)
     return lower, upper, count - above
 
 
 def room_of(num_key_tiles: int, *, interpret: bool) -> tuple[int, int]:
-    """Tiles of key blocks that a row has room for, and the warpgroups that share it."""
+    """Returns a row's tiles of key blocks, with padding, and the warpgroups that share it."""
     height = -(-num_key_tiles // _TILES) * _TILES
-    if interpret:  # whose warpgroups cannot count together
+    if interpret:  # it cannot count over warpgroups
         return height, 1
     warpgroups = min(height // _TILES, _WARPGROUPS)
     together = _TILES * warpgroups
@@ -156,21 +156,21 @@ def select_row(
     layout: Any,
     interpret: bool,
 ) -> None:
-    """Writes the list of one row, which is in registers in order, a stretch in each warpgroup.
+    """Writes the block indices of one row, which is in registers, a stretch per warpgroup.
 
     Args:
       scores: Scores of the row's blocks; only their order matters.
-      columns: Which blocks these are, shaped like `scores`.
-      row: Absolute block index of the row; blocks above it are not eligible.
-      count: Blocks to keep.
-      ids_ref: Where the list goes, `[P]` in global memory.
+      columns: Block indices of the scores, shaped like `scores`.
+      row: Absolute block index of the row; blocks after it are not eligible.
+      count: Number of blocks to keep.
+      ids_ref: Target of the indices, `[P]` in global memory.
       scratch: `warp_ops.scratch_of_counts()`.
       is_padded: Whether some columns do not exist.
-      num_blocks: Columns that exist, which also fill the list beyond its count.
+      num_blocks: Number of existing columns; it also pads the list beyond its count.
       sink_blocks: Number of first blocks that are always kept.
       local_blocks: Number of last blocks up to the diagonal that are always kept.
-      guesses: Three keys near which the least one to keep may be, ascending.
-      layout: Of `scores` and `columns`.
+      guesses: Three guesses of the least key to keep, ascending.
+      layout: Layout of `scores` and `columns`.
       interpret: Whether the interpreter runs the kernel.
     """
     keys = row_keys(
@@ -190,12 +190,12 @@ def select_row(
 
 
 def padded_columns(num_blocks: int) -> int:
-    """Columns of a row in registers: a multiple of the threads of a warpgroup."""
+    """Returns the columns of a row in registers: a multiple of a warpgroup's threads."""
     return -(-num_blocks // row_ops.THREADS) * row_ops.THREADS
 
 
 def pad_columns(x: Float[Array, "*lead J"]) -> Float[Array, "*lead W"]:
-    """With zeros up to `padded_columns`."""
+    """Pads with zeros up to `padded_columns`."""
     padding = padded_columns(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
 
@@ -211,13 +211,13 @@ def select_blocks_kernel(
     block_size: int = 64,
     interpret: bool = False,
 ) -> BlockSelection:
-    """`selection.select_blocks` as one kernel: the same lists for the same scores.
+    """Runs `selection.select_blocks` as one kernel, with the same indices for the same scores.
 
     Args:
-      scores: Block scores of each row, float32; only their order within a row matters, and those
-        that are not finite rank last.
-      rows: Absolute block index of each row; blocks above it are not eligible.
-      counts: Blocks to keep, at most `rows + 1` and at least the number of forced blocks.
+      scores: Float32 block scores; only their order within a row matters, with non-finite ones
+        last.
+      rows: Absolute block index of each row; blocks after it are not eligible.
+      counts: Number of blocks to keep, at most `rows + 1` and at least the number of forced blocks.
       sink_blocks: Number of first blocks that are always kept.
       local_blocks: Number of last blocks up to the diagonal that are always kept.
       max_count: Static upper bound of `counts`: the length `P` of the lists.

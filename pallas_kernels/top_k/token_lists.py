@@ -1,20 +1,20 @@
-"""Evidence and page list of one token per sequence from its heads' scores, from Ampere on.
+"""Page scores over heads and page indices of one token per sequence, from Ampere on.
 
-The last kernel that selects in the recommended policy's decoding step. It weighs the parts that
-programs of `token_scores` have written, and selects:
+It is the last selection kernel of the recommended policy's decoding step. It weighs the parts that
+`token_scores` has written, and selects by the page scores `R`:
 
     share[n, p] ^ e = powers[n, p] · (exp(top[n, part of p] - max top[n]) / Σ ...) ^ e
     S[p] = ( Σ_n share[n, p] ^ e ) ^ (1 / e),    R[p] = max(S[p], decay · R[p] of the layer before)
 
-A program has one sequence, whose row lies in the registers of up to four warpgroups, as in
-`select_decode`. Each warpgroup makes the factors of some heads, a number for each head and part,
-which all then read from shared memory; the powers come from the GPU's cache, 2 bytes for each head
-and page, and are what takes the time: those of the first heads are on their way before there are
-factors. They are added up in float32.
+A thread block has one sequence, whose row is in the registers of up to four warpgroups, as in
+`select_decode`. Each warpgroup computes the factors of some heads, one per head and part, and
+shares them through shared memory. Reading the powers takes most of the time: 2 bytes per head and
+page, from the GPU's cache. So reads of the first heads' powers start before the factors are
+computed. Sums are float32.
 
-One program took 16 µs at 128K tokens on an H200, where it took 5 at 16K: it read all powers by
-itself. In long caches many programs find the evidence first (`token_evidence`), and this kernel
-reads that, 4 bytes for each column.
+A single thread block took 16 µs at 128K tokens on an H200, and 5 µs at 16K, since it read all
+powers. In long caches many thread blocks compute the page scores first (`long_token_scores`), and
+this kernel reads these, 4 bytes per column.
 """
 
 import dataclasses
@@ -53,26 +53,26 @@ from sketchwalk_jax.pallas_kernels.top_k.select import room_of, select_row
 from sketchwalk_jax.pallas_kernels.walk.walk_row import TILE
 from sketchwalk_jax.selection import BlockSelection
 
-_HEADS = 8  # of which a warpgroup has a multiple
-# Bytes of a sequence's powers that its one program reads by itself; `token_evidence` reads more.
+_HEADS = 8  # divides the heads of a warpgroup
+# Most bytes of a sequence's powers for this kernel; `long_token_scores` reads more.
 _MOST_BYTES = 2**17
-# Keys of 2^-12, 2^-8 and 2^-4: a share that decides is seldom beyond these.
+# Keys of 2^-12, 2^-8 and 2^-4: the threshold is usually between these.
 _GUESSES = tuple((127 - octaves) << 23 for octaves in (12, 8, 4))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
       num_heads: Query heads.
-      num_columns: Pages of a sequence.
-      height: Tiles that a row has room for.
-      count: Columns of a part.
-      warpgroups: That share a row.
-      exponent: Of the norm over heads.
-      decay: What remains of the evidence of the layer before.
-      is_spread: Whether `token_evidence` has found the evidence.
+      num_columns: Pages per sequence.
+      height: Tiles per row, with padding.
+      count: Columns per part.
+      warpgroups: Warpgroups per row.
+      exponent: Order of the norm over heads.
+      decay: Factor of the previous layer's page scores.
+      is_spread: Whether `long_token_scores` has computed the page scores.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -94,9 +94,9 @@ def _list_blocks(
     factors: Any = None,
     **lists: Any,
 ) -> None:
-    """One sequence's list, and its evidence in the place of that of the layer before.
+    """Writes one sequence's page indices, and its page scores over the previous layer's.
 
-    The first of `refs` are the scores' parts (`TokenParts`), where the evidence is still to find.
+    Unless `is_spread`, the first of `refs` are the arrays of `TokenParts`.
     """
     *parts, evidence_ref, length_ref, layers_ref, budget_ref, ids_ref, count_ref = refs
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
@@ -107,7 +107,7 @@ def _list_blocks(
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
     there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
     row, layer = there - 1, jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
-    # Of a sequence without a token as in plain JAX, which counts places below 0 from the end.
+    # Without a token, do as plain JAX, where negative indices count from the end.
     place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
     count = budget_ref[layer, place]
     evidence_row = evidence_ref.at[sequence]
@@ -147,7 +147,7 @@ def _list_blocks(
 def _write_factors(
     top_ref: Any, total_ref: Any, factors: Any, warpgroup: Array, there: Array, *, sizes: _Sizes
 ) -> None:
-    """Writes what makes powers of shares of each head's parts, to shared memory."""
+    """Writes the factors of each head's parts to shared memory."""
     heads, parts = factors.shape[0] // sizes.warpgroups, factors.shape[1]
     rows = pl.ds(warpgroup * heads, heads)
     read = read_parts(top_ref, total_ref, rows, there, heads=heads, count=sizes.count)
@@ -176,35 +176,35 @@ def select_token_by_page_scores_kernel(
     ranks: Any = None,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B P"]]:
-    """Scores of one token per sequence, evidence and list: two kernels, three of long caches.
+    """Computes page scores and page indices of one token per sequence.
 
-    What is listed are the `P` pages of 16 keys of all blocks.
+    It runs two kernels, or three for long caches, and selects among the `P` pages of 16 keys.
 
     Args:
-      query: Queries in bfloat16, of at most eight heads for one of keys.
-      code: As `BlockCodes` has it, of all layers, of blocks of 64 keys and the slow half of the
+      query: Queries in bfloat16, at most eight heads per key/value head.
+      code: Quantized keys (`BlockCodes`) of all layers: blocks of 64 keys, slow half of the
         channels.
-      centre: Likewise.
-      step: Likewise.
-      state: Evidence of the layer before, in whose place the new one comes under `jit`.
-      layers: Layers walked so far.
-      lengths: Keys present in each sequence, the token's own included.
+      centre: Zero points, likewise.
+      step: Exponents of the scales, likewise.
+      state: Page scores of the previous layer, updated in place under `jit`.
+      layers: Number of layers walked so far.
+      lengths: Number of keys in each sequence, including the token's own.
       budgets: Pages to keep, by layer and by the token's page.
-      layer: Which of the codes.
+      layer: Layer of the quantized keys.
       scale: Factor of the products.
       exponent: Order of the norm over heads.
-      decay: What remains of the evidence of the layer before.
+      decay: Factor of the previous layer's page scores.
       sink_blocks: Number of first pages that are always kept.
       local_blocks: Number of last pages up to the token's own that are always kept.
-      ranks: How heads are spread over ranks (`policies.base.Heads`), of which these are one's: the
-        parts of all are gathered between the kernels.
+      ranks: Distribution of heads over ranks (`policies.base.Heads`); the kernels' parts are
+        gathered from all ranks in between.
       interpret: Whether to interpret the kernels, which needs no GPU.
 
     Returns:
-      A `BlockSelection` of pages, shared by all heads, and the evidence.
+      A `BlockSelection` of pages, shared by all heads, and the new page scores.
 
     Raises:
-      ValueError: If there are more than 16,384 pages, 64 heads or half a million of both together.
+      ValueError: If there are more than 16,384 pages, 64 heads or 2^19 pages times heads.
     """
     batch, num_columns = step.shape[1], step.shape[2] * SCORED_PAGES
     num_heads = query.shape[1] if ranks is None else ranks.num_heads

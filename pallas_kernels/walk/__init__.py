@@ -1,1 +1,1 @@
-"""The walk of the printed rule."""
+"""Kernels of the walk policy (Algorithms 1 and 2)."""

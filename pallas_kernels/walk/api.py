@@ -1,6 +1,6 @@
-"""The walk of the printed rule: sums of sketches, and one token's scores, walk row and list.
+"""Kernels of the walk policy: sums of sketches, and one token's scores, walk row and block indices.
 
-A function returns `None` where no kernel takes the call; the policy then runs plain JAX.
+The functions return `None` if no kernel supports the call; the policy then uses plain JAX.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from sketchwalk_jax.walk import HIGHEST, Precision, WalkState
 
 
 def walk_precision(kernel_config: KernelConfig | None) -> Precision:
-    """Precision of the walk's products: as accurate as float32, on tensor cores where there are."""
+    """Returns the precision of the walk's products: as accurate as float32, with tensor cores."""
     if kernel_config is None or kernel_config.interpret:
         return HIGHEST
     from jax.lax import DotAlgorithmPreset
@@ -36,7 +36,7 @@ def sketch_sums(
     block_size: int,
     kernel_config: KernelConfig,
 ) -> tuple[Float[Array, "B I 1 R"], Float[Array, "B I 1 R"]] | None:
-    """Sums of sketches of queries and keys over blocks, in one pass (Algorithm 1 steps 1-4)."""
+    """Sums sketches of queries and keys over blocks, in one pass (Algorithm 1 steps 1-4)."""
     if block_size < LEAST_BLOCK or not fills_rows(query, key):
         return None
     from sketchwalk_jax.pallas_kernels.walk.block_sums import block_sums_kernel
@@ -69,7 +69,7 @@ def select_token(
     block_size: int,
     kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
-    """Scores, walk row and list of one token per sequence (Algorithm 2 steps 4-6)."""
+    """Computes one token's scores, walk row and block indices (Algorithm 2 steps 4-6)."""
     num_blocks, size = query_sums.shape[1], query_sums.shape[3]
     is_simple = transition != "softmax" and walk_degree == 1
     if not is_simple or num_blocks > MAX_BLOCKS or size % LEAST_CHUNK:

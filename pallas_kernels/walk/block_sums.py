@@ -1,12 +1,12 @@
-"""Sums of queries and keys over blocks of tokens, and means over heads, in one pass (steps 1-4).
+"""Sums of queries and keys over blocks of tokens, averaged over heads, in one pass.
 
-The sums from which block means and their sketches come, of Algorithm 1 steps 1 to 4:
+Block means and their sketches derive from these sums (Algorithm 1 steps 1 to 4):
 
     sums[i] = 1/N · Σ over the valid tokens t of block i, and the N heads n, of x[t, n] Ω
 
-A program takes a block of tokens, or half of one, of one sequence. Reading queries and keys once,
-`(N + K) H` numbers per token, is all that takes time: 128 threads add up whole rows of heads in
-float32 registers, fold the heads in shared memory at the end, and take them to sketch space.
+A thread block has a block of tokens, or half of one, of one sequence. Reading queries and keys
+once, `(N + K) H` numbers per token, takes all of the time: 128 threads add up rows of all heads in
+float32 registers, then average the heads in shared memory and project them to sketch space.
 """
 
 import functools
@@ -25,17 +25,17 @@ from sketchwalk_jax.pallas_kernels.lib.row_ops import THREADS, WARPS
 
 _VECTOR = 8  # 16-byte loads of 16-bit numbers
 _TOKENS_PER_STEP = 4
-_COLUMNS = 64  # of a projection in the kernel
-# So many blocks keep every multiprocessor busy; fewer are divided, where four programs fit on one.
+_COLUMNS = 64  # most columns of a projection in the kernel
+# Fewer blocks do not keep every SM busy and are divided, if four thread blocks fit on an SM.
 _MANY_BLOCKS = 1024
 _LEAST_TOKENS = 32
-_LARGEST_WIDTH = 5120  # entries of a token's queries and keys
+_LARGEST_WIDTH = 5120  # most entries of a token's queries and keys for this
 
 
 def _pieces(width: int) -> list[tuple[int, int]]:
-    """Starts and vector sizes that cover a row of `width` entries.
+    """Returns starts and vector sizes of the pieces that cover a row of `width` entries.
 
-    A piece is a vector of 8, 4, 2 or 1 entries for each thread, the widest one that still fits.
+    A piece has a vector of 8, 4, 2 or 1 entries per thread, the widest that still fits.
     """
     pieces, start = [], 0
     while start < width:
@@ -48,18 +48,18 @@ def _pieces(width: int) -> list[tuple[int, int]]:
 
 
 def _strided(width: int) -> Any:
-    """A vector over a warpgroup, the same number of adjacent entries in each thread."""
+    """Returns a vector's layout over a warpgroup, with adjacent entries in each thread."""
     return plgpu.Layout.WG_STRIDED((width,), vec_size=width // THREADS)
 
 
 def _zeros(width: int) -> list[Array]:
-    """A row of zeros, in pieces."""
+    """Returns a row of zeros, in pieces."""
     widths = [vector * THREADS for _, vector in _pieces(width)]
     return [ops.full((width,), 0.0, _strided(width)) for width in widths]
 
 
 def _load_token(row_ref: Any) -> list[Array]:
-    """All heads of one token, in pieces."""
+    """Loads all heads of one token, in pieces."""
     return [
         ops.read(row_ref.at[pl.ds(start, vector * THREADS)], _strided(vector * THREADS))
         for start, vector in _pieces(row_ref.shape[0])
@@ -67,7 +67,7 @@ def _load_token(row_ref: Any) -> list[Array]:
 
 
 def _fold(memory: Any, wide: int) -> Array:
-    """The sum over heads, `wide` entries side by side."""
+    """Sums over heads, in rows of `wide` entries."""
     places = [pl.ds(start, wide) for start in range(0, memory.shape[0], wide)]
     return functools.reduce(jnp.add, [ops.read(memory.at[x], _strided(wide)) for x in places])
 
@@ -89,8 +89,8 @@ def _sum_tokens(
 ) -> None:
     """Adds up the tokens of one block, or of one part of it.
 
-    `query_memory` and `key_memory` are rows of all heads in shared memory, `folded` the means over
-    heads, that of queries first.
+    `query_memory` and `key_memory` are rows of all heads in shared memory; `folded` has the means
+    over heads, first of queries, then of keys.
     """
     sequence, index = jax.lax.axis_index("sequence"), jax.lax.axis_index("index")
     rows = query_ref, key_ref
@@ -113,7 +113,7 @@ def _sum_tokens(
     # Queries and keys in one loop: the more loads are in flight, the better.
     totals = jax.lax.fori_loop(0, num_tokens // _TOKENS_PER_STEP, add, totals)
     wide, memories = folded.shape[-1], (query_memory, key_memory)
-    # Early, so that it arrives meanwhile.
+    # Load early to hide the latency.
     matrix = _load_projection(projection_ref) if is_projected else None
     for memory, total in zip(memories, totals, strict=True):
         for (start, vector), piece in zip(_pieces(memory.shape[0]), total, strict=True):
@@ -133,7 +133,7 @@ def _sum_tokens(
 
 
 def _projection_layout(rows: int) -> Any:
-    """A quarter of the rows per warp, and in a thread all of these of two columns."""
+    """Returns a layout with a quarter of the rows per warp, and two columns per thread."""
     tiles: tuple[tuple[int, ...], ...] = ((rows, _COLUMNS), (rows // WARPS, _COLUMNS))
     tiling = plgpu.Tiling((*tiles, (1, THREADS // WARPS), (1,)))
     return plgpu.Layout.TILED(tiling, (-7,), (-2,), -1, _check_canonical=False)
@@ -144,7 +144,7 @@ def _load_projection(ref: Any) -> Array:
 
 
 def _project(matrix: Array, folded: Any, out_ref: Any) -> None:
-    """Writes what the matrix makes of every row in shared memory, in float32 throughout."""
+    """Multiplies every row in shared memory by the matrix in float32, and writes the results."""
     layout = _projection_layout(matrix.shape[0])
     for row in range(folded.shape[0]):
         x = ops.read(folded.at[row], layout.reduce(1))
@@ -153,7 +153,7 @@ def _project(matrix: Array, folded: Any, out_ref: Any) -> None:
 
 
 def _projection(omega: np.ndarray | None, head_dim: int, wide: int) -> np.ndarray | None:
-    """What takes `wide` entries, heads side by side, to sketch space."""
+    """Returns the matrix that projects `wide` entries, heads side by side, to sketch space."""
     if omega is None and wide == head_dim:
         return None
     own = np.eye(head_dim, dtype=np.float32) if omega is None else omega
@@ -169,13 +169,13 @@ def block_sums_kernel(
     block_size: int = 64,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B I 1 R"], Float[Array, "B I 1 R"]]:
-    """Sums over the valid tokens of each block, of means over heads.
+    """Sums means over heads over the valid tokens of each block.
 
     Args:
       query: Queries, 16- or 32-bit floats.
       key: Keys of the same tokens.
-      valid: Which tokens count; the others may hold anything.
-      omega: What takes sums to sketch space, where that is not their own space.
+      valid: Mask of valid tokens; the others may hold anything.
+      omega: Projection of sums to sketch space, or `None` for the identity.
       block_size: Tokens per block; `T` is a multiple of it.
       interpret: Whether to interpret the kernel, which needs no GPU.
 
@@ -200,7 +200,7 @@ def block_sums_kernel(
     is_divided = is_small and block_size >= 2 * _LEAST_TOKENS
     parts = 2 if is_divided else 1
     size = _COLUMNS if is_projected else wide
-    # Both in one array, so that what comes next is one pass for both.
+    # Store both in one array, so that the next operation is one pass over both.
     shape = (batch, num_blocks * parts, 2, size)
     in_kernel = np.zeros((1, 1), np.float32)
     if matrix is not None and is_projected:

@@ -1,9 +1,9 @@
-"""One decoding step's block list in two kernels: scores and walk, then top-τ (Algorithm 2).
+"""Selects one decoding step's blocks in two kernels: scores and walk, then top-k (Algorithm 2).
 
-The first kernel is that of `walk_row`, steps 4 and 5. The second, step 6, adds up its parts,
-rescales the row as the walk does, and selects from it. A program has one sequence, whose row lies
-in the registers of up to four warpgroups: tiles of 64 blocks, a stretch of them in each warpgroup.
-It reads the parts of each block once, 4 bytes a part, and starts before the first kernel is done.
+The first kernel is `walk_row`, steps 4 and 5. The second, step 6, adds up its parts, rescales the
+row as the walk does, and selects from it. A thread block has one sequence, whose row is in the
+registers of up to four warpgroups: tiles of 64 blocks, a stretch of them per warpgroup. It reads
+each block's parts once, 4 bytes per part, and starts before the first kernel ends.
 """
 
 import functools
@@ -37,7 +37,7 @@ from sketchwalk_jax.scaled import (
 )
 from sketchwalk_jax.selection import BlockSelection
 
-# Keys of the rows' entries that are so many octaves below what no entry exceeds.
+# Keys of entries 36, 12 and 4 octaves below the bound of all entries.
 _GUESSES = tuple((STATE_EXPONENT + 1 - octaves + 127) << 23 for octaves in (36, 12, 4))
 
 
@@ -60,7 +60,7 @@ def _select_token(
 ) -> None:
     """Adds up one sequence's row, rescales it as the walk does, and selects from it.
 
-    A row without a positive entry is selected by the token's scores, `direct_ref`.
+    If the row has no positive entry, it selects by the token's scores, `direct_ref`.
     """
     if tiling.overlaps:
         plgpu.griddepcontrol_wait()
@@ -72,7 +72,7 @@ def _select_token(
     direct = ops.read(direct_ref.at[sequence, pl.ds(warpgroup * own, own)], layout)
     row = position_ref[sequence] // tiling.block_size
     layers = layers_ref[0]
-    is_own = int(budget_ref.shape[0] > 1)  # else all sequences share a table
+    is_own = int(budget_ref.shape[0] > 1)  # otherwise all sequences share a table
     count = budget_ref[sequence * is_own, jnp.minimum(row, budget_ref.shape[1] - 1)]
     value, exponents = row_ops.add_parts(
         part_ref.at[sequence],
@@ -82,7 +82,7 @@ def _select_token(
         is_triangle=tiling.has_few_tiles,
         interpret=tiling.interpret,
     )
-    # The largest magnitude comes to be in `[1, 2) · 2^STATE_EXPONENT`.
+    # Scale the largest magnitude to `[1, 2) · 2^STATE_EXPONENT`.
     exponent = replace(exponents + exponent_of(value), value == 0.0, 2 * NO_EXPONENT)
     positive = replace(exponent, value <= 0.0, 2 * NO_EXPONENT)
     largest, largest_positive = row_ops.maxima((exponent, positive), scratch, **where)
@@ -135,33 +135,33 @@ def select_token_kernel(
     overlaps: bool = True,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B 1 J"], Int[Array, ""]]:
-    """Blocks for one token per sequence and the walk's next row, for the power transitions.
+    """Selects blocks for one token per sequence, with the walk's next row, for power transitions.
 
     Args:
-      token: Sketches of the tokens' head-combined queries; or their queries, of which the kernel
-        makes the sketch of the mean over heads itself, where `HeadQueries.fit` says that it can.
-      query_sums: Sums of queries in sketch space, the token's own included or not.
-      key_sums: Sums of keys in sketch space, the token's own included.
+      token: Sketches of the tokens' queries, averaged over heads; or the queries, which the kernel
+        averages and sketches if `HeadQueries.fit` allows it.
+      query_sums: Sums of queries in sketch space, with or without the token's own.
+      key_sums: Sums of keys in sketch space, including the token's own.
       state: The token's row of the walk so far.
-      layers: Layers walked so far; 0 means that this one starts the walk.
+      layers: Number of layers walked so far; 0 starts the walk.
       positions: Positions of the tokens.
-      counts: Blocks to keep, of each token or of each row.
+      counts: Number of blocks to keep, per token or by query block.
       head_dim: Size of a head before the sketch, which scales the scores.
       power: Exponent of the transition, at most 32.
       rectify: Whether negative scores count as zero.
-      use_walk: Whether the row is multiplied by `W`; else it is `W`'s own row in every layer.
+      use_walk: Whether the row is multiplied by `W`; otherwise it is `W`'s own row in every layer.
       sink_blocks: Number of first blocks that are always kept.
       local_blocks: Number of last blocks up to the diagonal that are always kept.
       max_count: Static upper bound of `counts`: the length `P` of the lists.
       block_size: Tokens per block.
-      overlaps: Whether the second kernel starts before the first one is done, and waits for it.
+      overlaps: Whether the second kernel launches early and waits for the first one.
       interpret: Whether to interpret the kernels, which needs no GPU.
 
     Returns:
       A `BlockSelection` shared by all heads, the state after this layer, and `layers + 1`.
 
     Raises:
-      ValueError: If sketches are not a multiple of 32 long, the power exceeds 32, or rows 16,384.
+      ValueError: If sketches' size is no multiple of 32, the power exceeds 32, or blocks 16,384.
     """
     batch, num_blocks = query_sums.shape[:2]
     size = math.prod(query_sums.shape[2:])

@@ -1,34 +1,33 @@
 """Scores and the walk's next row for one token per sequence (Algorithm 2 steps 4-5), in parts.
 
-The first kernel of a decoding step's block list. With block means `q̄_i` and `k̄_j` in sketch
-space, where the token's own sketch stands for the queries' mean in its own block `t`,
+This is the first kernel of a decoding step's block selection. With block means `q̄_i` and `k̄_j` in
+sketch space, and the token's own sketch in place of the queries' mean in its own block `t`,
 
     A_ij = q̄_i · k̄_j / √H  for j <= i,    W = A^s  entry by entry,    r'_j = Σ_i r_i W_ij
 
-and `r` is row `t` of the walk so far, in the first layer row `t` of the identity. `A` is formed
-tile by tile, 64 query blocks by 64 key blocks, and never stored:
+and `r` is row `t` of the walk so far, in the first layer row `t` of the identity. `A` is computed
+in tiles of 64 query blocks by 64 key blocks, and never stored:
 
     S = K Qᵀ                      [keys, queries], of sums over blocks, on tensor cores
     P = S^s, or max(S, 0)^s
     r'_j += Σ_i P_ji r_i          over the tile's query blocks
 
-A program has two warpgroups, each with tiles of query blocks of its own and, as a rule, the same
+A thread block has two warpgroups, each with different tiles of query blocks and usually the same
 tile of key blocks. It writes one part of `r'` for its key blocks; the second kernel, in
 `select_decode`, adds up the parts. Each tile of scores reads the sums of its blocks, 4 R bytes
-each. Row `t` of `A` is written too, for walks without a positive entry.
+each. The kernel also writes row `t` of `A`, for walks without a positive entry.
 
-There are two kernels, which share everything but the order of the tiles. Up to 2048 blocks, which
-are 16 pairs of tiles of query blocks: a program for each pair and each tile of key blocks at or
-below the diagonal, whose copies all start before it is known whether there is work. Beyond: a
-program for each tile of key blocks and each of 16 splits, which goes through every 16th pair.
+There are two kernels, which differ only in the order of the tiles. Up to 2048 blocks, i.e. 16 pairs
+of tiles of query blocks, there is a thread block for each pair and each tile of key blocks at or
+below the diagonal; its copies start before it knows whether there is work. Beyond, there is a
+thread block for each tile of key blocks and each of 16 splits, which processes every 16th pair.
 
-Numbers. Powers of two are kept apart from the numbers wherever these may become large or small: of
-each row of queries and keys, of each column's sum, and of each part of the result. A row of an
-operand is brought to one magnitude by a power of two of its own and divided into two float16
-numbers, which hold 22 bits of it; three products of these give the scores nearly as accurately as
-float32, without the product of both lesser parts. Constant factors of all scores are left to the
-end, and the tiles of the token's own row, which alone need masks, have branches of their own: what
-all tiles go through is what takes the time.
+Numbers. Wherever numbers may become large or small, their powers of two are stored separately: per
+row of queries and keys, per column sum, and per part of the result. Each row of an operand is
+scaled by a power of two and split into two float16 numbers, which hold 22 bits. Three products of
+these, without the product of both low parts, give scores nearly as accurate as float32. To keep the
+common path of all tiles fast, constant factors of the scores are applied at the end, and masks are
+in separate branches, which only tiles of the token's own row take.
 """
 
 import dataclasses
@@ -58,31 +57,30 @@ from sketchwalk_jax.scaled import (
 
 TILE = 64  # blocks of keys, and of queries, in a tile
 MAX_SPLITS = 16  # parts of a row
-LARGEST_EXPONENT = 127  # of a float
-_HALVES = 2  # of a program's query blocks: one for each warpgroup
-_QUERY_TILE = _HALVES * TILE  # query blocks of a part
+LARGEST_EXPONENT = 127  # float32
+_HALVES = 2  # halves of a thread block's query blocks, one per warpgroup
+_QUERY_TILE = _HALVES * TILE  # query blocks per part
 _SHAPE = (TILE, TILE)
-_BY_KEY, _BY_QUERY = ops.BY_ROW, ops.BY_COLUMN  # layouts of vectors beside `K Qᵀ`
-# Exponents, so that the sums of a tile stay below 2^127: of the largest power, of the weights, and
-# of a part's largest entry.
+_BY_KEY, _BY_QUERY = ops.BY_ROW, ops.BY_COLUMN  # layouts of vectors along `K Qᵀ`
+# Exponents of the largest power, weight and part entry; they keep a tile's sums below 2^127.
 _POWER_EXPONENT = 80
 _WEIGHT_EXPONENT = 24
 _PART_EXPONENT = 100
-# Of a row's largest entry as the tensor cores see it; the lower one is for powers without a scale
-# of their own. Still lower ones would lose bits as float16.
+# Exponents of a row's largest entry in float16; the lower one is for powers without scaling. Still
+# lower exponents would lose bits.
 _TOP = 7
 _LOW_TOP = 3
 
-# Of each key block: a float, and the power of two that it lacks.
+# For each key block: a float, and its separate power of two.
 _Total = tuple[Float[Array, "64"], Int[Array, "64"]]
 
 
-# What is static, and what is in memory
+# Static parameters and memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WalkTiling:
-    """What is static about a call.
+    """Static parameters of a call.
 
     Attributes:
       num_blocks: Blocks of a sequence `J`.
@@ -91,9 +89,9 @@ class WalkTiling:
       block_size: Tokens per block.
       power: Exponent `s` of the transition.
       rectify: Whether negative scores count as zero.
-      use_walk: Whether the row is multiplied by `W`; else it is `W`'s own row in every layer.
+      use_walk: Whether the row is multiplied by `W`; otherwise it is `W`'s own row in every layer.
       is_sketched: Whether tokens come as sketches, not as queries to project.
-      overlaps: Whether the kernel starts before those before it are done, and waits for them.
+      overlaps: Whether the kernel launches early and waits for the previous ones.
       interpret: Whether the interpreter runs the kernel.
     """
 
@@ -110,32 +108,33 @@ class WalkTiling:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of 128 query blocks, half of each for one warpgroup."""
+        """Pairs of tiles of query blocks, 128 blocks each; a warpgroup has one tile of a pair."""
         return -(-self.num_blocks // _QUERY_TILE)
 
     @property
     def has_few_tiles(self) -> bool:
-        """Whether every tile of query blocks is a part by itself."""
+        """Whether every pair of tiles of query blocks gets a separate part."""
         return self.num_tiles <= MAX_SPLITS
 
     @property
     def num_splits(self) -> int:
-        """Parts of the row."""
+        """Number of parts of the row."""
         return min(self.num_tiles, MAX_SPLITS)
 
     @property
     def num_key_tiles(self) -> int:
-        """Tiles of key blocks."""
+        """Number of tiles of key blocks."""
         return _HALVES * self.num_tiles
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Programs of a sequence in a line, and lines.
+        """Thread blocks of a sequence per line, and lines.
 
-        Few pairs of tiles: what lies below the diagonal in the first and the last pair is one line,
-        in the second and the last but one the next, and so on, all of the same length. Key blocks
-        that the second tile of a pair alone reaches, at its corner of the diagonal, come last, two
-        of these in one program. Many: all tiles of key blocks in a line, and a line for every part.
+        With few pairs of tiles, a line has the tiles below the diagonal of the first and the last
+        pair, the next line those of the second and the last but one, and so on, so that all lines
+        are equally long. A pair's corner at the diagonal, key blocks that only its second tile
+        reaches, comes last; one thread block has two corners. With many pairs, a line has all tiles
+        of key blocks, and every part a line.
         """
         if self.has_few_tiles:
             return 2 * self.num_tiles + 1, (self.num_tiles + 1) // 2
@@ -143,49 +142,49 @@ class WalkTiling:
 
     @property
     def chunk(self) -> int:
-        """Entries of the sketches that are multiplied at a time."""
+        """Entries of the sketches per product."""
         return LEAST_CHUNK if self.size % (2 * LEAST_CHUNK) else 2 * LEAST_CHUNK
 
     @property
     def num_chunks(self) -> int:
-        """How many of these make a sketch."""
+        """Chunks per sketch."""
         return self.size // self.chunk
 
     @property
     def shares_keys(self) -> bool:
-        """Whether the parts of the keys stay in shared memory, for both warpgroups."""
+        """Whether the split keys stay in shared memory, for both warpgroups."""
         return self.num_chunks == 1 and not self.interpret
 
     @property
     def low_exponent(self) -> int:
-        """The most that weights may have if the powers of scores of low operands are not scaled."""
+        """Largest exponent of weights for which powers of scores need no scaling."""
         largest_score = (self.size - 1).bit_length() + 2 * (_LOW_TOP + 1)
         return LARGEST_EXPONENT - self.power * largest_score - TILE.bit_length()
 
     @property
     def is_low(self) -> bool:
-        """Whether powers are not scaled, which takes no look at their peaks.
+        """Whether powers are not scaled, which avoids computing their maxima.
 
-        What they are too small for then, even so, is less than the scores' rounding.
+        Scores whose powers then underflow are smaller than the scores' rounding errors.
         """
         return self.low_exponent >= 0
 
     @property
     def top(self) -> int:
-        """Exponent of an operand's largest entry in each row."""
+        """Exponent of each operand row's largest entry."""
         return _LOW_TOP if self.is_low else _TOP
 
     @property
     def weight_exponent(self) -> int:
-        """Exponent of the largest weight of a tile."""
+        """Exponent of a tile's largest weight."""
         return min(self.low_exponent, _WEIGHT_EXPONENT) if self.is_low else _WEIGHT_EXPONENT
 
     def threads(self) -> dict[str, Any]:
-        """Threads of a program: the interpreter goes through the halves in one."""
+        """Returns launch options: one thread per half, but a single one for the interpreter."""
         return {} if self.interpret else {"num_threads": _HALVES, "thread_name": "half"}
 
     def halves(self) -> list[Array]:
-        """The half of this thread; in the interpreter both, first the one that hands over."""
+        """Returns this thread's half; for the interpreter both, first the one that hands over."""
         if self.interpret:
             return [jnp.int32(half) for half in (1, 0)]
         return [jax.lax.axis_index("half")]
@@ -193,22 +192,21 @@ class WalkTiling:
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """Shared memory and barriers of a program.
+    """Shared memory and barriers of a thread block.
 
     Attributes:
-      operands: Two slots of keys, then two of queries: as they come, and in two parts in the same
-        place.
-      arrived: Tells of each slot that its copy has arrived.
-      are_parts: Tells of each slot of keys that they are divided into parts.
-      is_done: Tells that one warpgroup has handed over its total.
+      operands: Two slots of keys, then two of queries: float32, overwritten by two float16 parts.
+      arrived: Barrier per slot: its copy has arrived.
+      are_parts: Barrier per slot of keys: they are split into parts.
+      is_done: Barrier: one warpgroup has handed over its total.
       token: The token's sketch.
-      combined: Sum over the rows of its queries, where it does not come as a sketch.
-      weights: Of the query blocks of each warpgroup's tile.
-      factors: What makes the token's own scores from those of its tile: one entry that is not 0.
-      maxima: For `row_ops.maximum`.
+      combined: Sum over the rows of the token's queries, if it is not given as a sketch.
+      weights: Weights of the query blocks in each warpgroup's tile.
+      factors: Factors that extract the token's own scores from its tile; only one is not 0.
+      maxima: Scratch of `row_ops.maximum`.
       total: Floats of the total that is handed over.
-      total_exponent: Its exponents.
-      key_shifts: Exponents of the powers of two by which each slot's keys were multiplied.
+      total_exponent: Exponents of that total.
+      key_shifts: Exponents of the powers of two that scale each slot's keys.
     """
 
     operands: Any
@@ -226,7 +224,7 @@ class _Memory:
 
 
 def _scratch(tiling: WalkTiling) -> dict[str, Any]:
-    """Shared memory and barriers, named as in `_Memory`."""
+    """Returns shared memory and barriers, with the names of `_Memory`."""
     floats = {"token": (tiling.size,), "factors": (TILE,), "weights": (_HALVES, TILE)}
     if not tiling.is_sketched:
         floats["combined"] = (WIDE,)
@@ -254,19 +252,19 @@ def _operand(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """Arrays in global memory, as the kernel gets them; `B` sequences, `J` blocks in whole tiles.
+    """Kernel arguments in global memory; `B` sequences, `J` blocks, padded to whole tiles.
 
     Attributes:
       token: Sketches of the tokens `[B, R]`, or their queries in rows, as in `HeadQueries.rows`.
-      projection: What makes sketches of rows, as `HeadQueries.projection`.
+      projection: `HeadQueries.projection`, from rows to sketches.
       query: Sums of queries `[B, J, R]`.
       key: Sums of keys `[B, J, R]`.
       state: Rows of the walk so far `[B, J]`.
-      position: Of the tokens `[B]`.
+      position: Positions of the tokens `[B]`.
       layers: Layers walked so far `[1]`.
-      part: Results, as in `RowParts`: floats,
-      exponent: their powers of two,
-      direct: and the tokens' own scores.
+      part: Result `value` of `RowParts`.
+      exponent: Result `exponent` of `RowParts`.
+      direct: Result `direct` of `RowParts`.
     """
 
     token: Any
@@ -285,12 +283,12 @@ class _Token(NamedTuple):
     """The token of one sequence.
 
     Attributes:
-      sequence: Which.
-      position: Of the token.
-      row: Its block.
-      last: The tile of query blocks that has its block.
-      last_split: The pair of tiles that has it.
-      is_first: Whether its own row is all that the walk has: in the first layer.
+      sequence: Index of the sequence.
+      position: Position of the token.
+      row: Block of the token.
+      last: Tile of query blocks that contains this block.
+      last_split: Pair of tiles that contains this block.
+      is_first: Whether the walk starts, so that it has only the token's own row.
     """
 
     sequence: Any
@@ -302,13 +300,13 @@ class _Token(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """The scores of one tile, of operands that were multiplied by powers of two.
+    """Scores of one tile, from operands scaled by powers of two.
 
     Attributes:
       scores: `[keys, queries]`.
       key_shift: Exponents of the keys' powers of two.
-      exponent: Of the power of two that the weights of the query blocks lack; these hold the
-        queries' powers of two too, raised as the scores will be.
+      exponent: Exponent of the query block weights' separate power of two; the weights also
+        compensate the queries' powers of two, raised to the transition's power.
     """
 
     scores: Float[Array, "64 64"]
@@ -316,21 +314,21 @@ class _Scores(NamedTuple):
     exponent: Int[Array, ""]
 
 
-# Operands in parts, and their products
+# Split operands and their products
 
 
 def _peaks_of(x: Float[Array, "R C"]) -> Float[Array, "R"]:
-    """Every row's largest magnitude."""
+    """Returns every row's largest magnitude."""
     return jnp.max(jnp.abs(x), axis=1)
 
 
 def _shifts_by(peaks: Float[Array, "R"], top: int) -> Int[Array, "R"]:
-    """Exponents of the powers of two that bring rows with these peaks to one magnitude."""
+    """Returns exponents of the powers of two that scale rows with these maxima to `2^top`."""
     return jnp.minimum(top - exponent_of(peaks), LARGEST_EXPONENT)
 
 
 def _write_parts(x: Float[Array, "R C"], shift: Int[Array, "R"], parts: Any) -> None:
-    """Writes `2^shift x` in two parts, over where the warpgroup has read `x`."""
+    """Splits `2^shift x` into two parts and writes them over `x` in shared memory."""
     row_ops.barrier(interpret=False)  # all have read what was there
     x = x * ops.spread(power_of_two(shift), x.shape, 0)
     high = x.astype(jnp.float16)
@@ -339,7 +337,7 @@ def _write_parts(x: Float[Array, "R C"], shift: Int[Array, "R"], parts: Any) -> 
 
 
 def _multiply(total: Any, keys: Any, queries: Any) -> None:
-    """Starts `total += keys @ queriesᵀ` of two operands in parts."""
+    """Starts `total += keys @ queriesᵀ` for two split operands."""
     (key_high, key_low), (query_high, query_low) = (
         [x.at[part] for part in range(2)] for x in (keys, queries)
     )
@@ -354,14 +352,14 @@ def _multiply_interpreted(
     key_shift: Int[Array, "64"],
     query_shift: Int[Array, "64"],
 ) -> Float[Array, "64 64"]:
-    """What `_multiply` gives, without tensor cores."""
+    """Computes the result of `_multiply` without tensor cores."""
     keys = keys * power_of_two(key_shift)[:, None]
     queries = queries * power_of_two(query_shift)[:, None]
     return jnp.dot(keys, queries.T, precision=jax.lax.Precision.HIGHEST)
 
 
 def _blocks(tile: Array, axis: int, width: int = TILE) -> Array:
-    """Which blocks a tile's rows or columns are."""
+    """Returns the block index of each row or column of a tile."""
     return tile * TILE + ops.matrix_index((TILE, width), axis)
 
 
@@ -373,16 +371,16 @@ class _Tiles:
     """The tiles of one warpgroup: 64 key blocks, and 64 query blocks at a time.
 
     Attributes:
-      tiling: The call's.
+      tiling: Tiling of the call.
       refs: Arrays of all sequences.
       memory: Shared memory.
-      token: Of the program's sequence.
-      half: Which of the program's warpgroups this is.
-      split: Part of the row that the program makes.
-      tile: Of key blocks.
-      has_keys: Whether this warpgroup brings keys, which the other one may share.
-      key_slot: Where its keys are in shared memory.
-      query_slot: Where its queries are.
+      token: The token of the thread block's sequence.
+      half: Index of the warpgroup in the thread block.
+      split: Part of the row that the thread block computes.
+      tile: Tile of key blocks.
+      has_keys: Whether this warpgroup loads keys, possibly for both.
+      key_slot: Slot of the keys in shared memory.
+      query_slot: Slot of the queries in shared memory.
     """
 
     tiling: WalkTiling
@@ -403,7 +401,7 @@ class _Tiles:
         self._start_copy(self.refs.key, self.tile, part, self.key_slot)
 
     def start_queries(self, query_tile: Array, part: int) -> None:
-        """Starts the copies of the queries, and of the keys where these are needed anew."""
+        """Starts to copy a chunk of the queries, and of the keys unless these are shared."""
         self._start_copy(self.refs.query, query_tile, part, self.query_slot)
         if not self.tiling.shares_keys:
             self.start_keys(part)
@@ -419,7 +417,7 @@ class _Tiles:
         plgpu.barrier_wait(self.memory.arrived.at[slot])
 
     def await_keys(self) -> None:
-        """Waits for the parts of the keys."""
+        """Waits until the keys are split."""
         plgpu.barrier_wait(self.memory.are_parts.at[self.key_slot])
 
     def await_warps(self) -> None:
@@ -429,12 +427,12 @@ class _Tiles:
     # Operands
 
     def load_state(self, query_tile: Array) -> Array:
-        """The entries of the walk's row that weigh a tile's query blocks."""
+        """Loads the entries of the walk's row that weight a tile's query blocks."""
         state = self.refs.state.at[self.token.sequence]
         return ops.read(state.at[pl.ds(query_tile * TILE, TILE)], _BY_KEY)
 
     def write_keys(self) -> None:
-        """Divides the keys into parts, for the whole program."""
+        """Splits the keys into parts, for the whole thread block."""
         self.await_copy(self.key_slot)
         keys = self._load_keys()
         shift = _shifts_by(_peaks_of(keys), self.tiling.top)
@@ -444,7 +442,7 @@ class _Tiles:
         plgpu.barrier_arrive(self.memory.are_parts.at[self.key_slot])
 
     def _load_keys(self) -> Array:
-        """Sums of keys, those of the token's block as if it were full; 0 beyond."""
+        """Loads sums of keys, scaled to a full block in the token's block; 0 beyond it."""
         ref = self.memory.operands[0].at[self.key_slot]
         size, row = self.tiling.block_size, self.token.row
 
@@ -457,7 +455,7 @@ class _Tiles:
         return jax.lax.cond(self.tile == self.token.last, masked, lambda: ops.read(ref))
 
     def _load_queries(self, query_tile: Array, part: int) -> Array:
-        """Sums of queries, in the token's block its own sketch for all tokens; 0 beyond."""
+        """Loads sums of queries, in the token's block its own sketch per token; 0 beyond it."""
         ref, row = self.memory.operands[0].at[self.query_slot], self.token.row
 
         def masked() -> Array:
@@ -470,7 +468,7 @@ class _Tiles:
         return jax.lax.cond(query_tile == self.token.last, masked, lambda: ops.read(ref))
 
     def _write_token(self) -> None:
-        """Leaves the sketch of the token's query in shared memory."""
+        """Writes the sketch of the token's query to shared memory."""
         source, memory = self.refs.token.at[self.token.sequence], self.memory
         if self.tiling.is_sketched:
             memory.token[...] = ops.read(source, _BY_QUERY)
@@ -486,10 +484,10 @@ class _Tiles:
         self.await_warps()
 
     def _write_weights(self, query_tile: Array, state: Array, shift: Array) -> Array:
-        """Writes the weights of the tile's query blocks, of which scores hold `2^shift`.
+        """Writes the weights of the tile's query blocks, whose scores have a factor `2^shift`.
 
         Returns:
-          The power of two that all weights lack.
+          The exponent of the weights' separate power of two.
         """
         row, power = self.token.row, self.tiling.power
         blocks = query_tile * TILE
@@ -516,16 +514,16 @@ class _Tiles:
     # Scores
 
     def _fetch(self, query_tile: Array, part: int, *, is_first: bool, is_started: bool) -> None:
-        """Brings a chunk of the queries, and of the keys where these are not shared.
+        """Copies a chunk of the queries, and of the keys unless these are shared.
 
         Args:
           query_tile: The tile.
           part: The chunk.
-          is_first: Whether it is the first one for the tile, which makes the token's sketch too.
+          is_first: Whether it is the tile's first chunk, for which the token's sketch is written.
           is_started: Whether its copies have been started.
         """
         if not is_started:
-            self.await_warps()  # all have read what was there
+            self.await_warps()  # all warps have read the slots
             self.start_queries(query_tile, part)
         if is_first:
             pl.when(query_tile == self.token.last)(self._write_token)
@@ -534,7 +532,7 @@ class _Tiles:
             self.await_copy(self.key_slot)
 
     def _score(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
-        """Scores of a tile, and beside the product what they will be multiplied with."""
+        """Computes a tile's scores, and during the product the weights."""
         if self.tiling.interpret:
             return self._score_interpreted(query_tile, state, is_only=is_only)
         if self.tiling.num_chunks == 1:
@@ -542,9 +540,9 @@ class _Tiles:
         return self._score_chunks(query_tile, state, is_only=is_only)
 
     def _score_chunk(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
-        """Of sketches of one chunk, whose keys one warpgroup divides into parts for both."""
+        """Does `_score` for sketches of one chunk; one warpgroup splits the keys for both."""
         keys, queries = (self.memory.operands[1].at[x] for x in (self.key_slot, self.query_slot))
-        # Before there is an accumulator, which takes registers.
+        # Load before the accumulator takes registers.
         self._fetch(query_tile, 0, is_first=True, is_started=is_only)
         query = self._load_queries(query_tile, 0)
         shift = _shifts_by(_peaks_of(query), self.tiling.top)
@@ -563,7 +561,7 @@ class _Tiles:
         return _Scores(scores, key_shift, exponent)
 
     def _score_chunks(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
-        """Of sketches of several chunks, which come twice: for their peaks, and for the product."""
+        """Does `_score` for several chunks, which are read twice: for maxima, and for products."""
         keys, queries = (self.memory.operands[1].at[x] for x in (self.key_slot, self.query_slot))
         peaks = []
         for part in range(self.tiling.num_chunks):
@@ -582,7 +580,7 @@ class _Tiles:
             _write_parts(self._load_queries(query_tile, part), shift, queries)
             plgpu.commit_smem()
 
-        write(0)  # before there is an accumulator, which takes registers
+        write(0)  # before the accumulator takes registers
 
         def multiply(accumulator: Any) -> tuple[Array, Array]:
             _multiply(accumulator, keys, queries)
@@ -597,7 +595,7 @@ class _Tiles:
         return _Scores(scores, key_shift, exponent)
 
     def _score_interpreted(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
-        """Of sketches of any size, as one product."""
+        """Does `_score` for sketches of any size, as one product."""
         chunks = []
         for part in range(self.tiling.num_chunks):
             is_first = part == 0
@@ -608,22 +606,21 @@ class _Tiles:
         scores = _multiply_interpreted(keys, queries, key_shift, shift)
         return _Scores(scores, key_shift, self._write_weights(query_tile, state, shift))
 
-    # What the scores become
+    # Sums of weighted powers
 
     def add(self, query_tile: Array, total: _Total, state: Array, *, is_only: bool) -> _Total:
-        """Adds what a tile of query blocks brings: `Σ_i P_ji r_i` over its query blocks `i`.
+        """Adds `Σ_i P_ji r_i` over the query blocks `i` of a tile.
 
-        Where the tile has the token's own block `t`, its scores `A_tj` are written to memory too.
+        If the tile has the token's own block `t`, this also writes its scores `A_tj` to memory.
 
         Args:
           query_tile: The tile.
-          total: Of the tiles before.
+          total: Total of the earlier tiles.
           state: Entries of the walk's row for the tile.
-          is_only: Whether it is the program's only one, whose copies have been started, and whose
-            keys have not been awaited.
+          is_only: Whether it is the only tile; its copies are started, its keys not awaited.
 
         Returns:
-          The total of both.
+          The new total.
         """
         tiling = self.tiling
         scores, key_shift, exponent = self._score(query_tile, state, is_only=is_only)
@@ -658,24 +655,24 @@ class _Tiles:
         return add_scaled(total, (sums * mantissa**tiling.power, exponent))
 
     def is_live(self, query_tile: Array) -> Array:
-        """Whether a tile of query blocks brings anything for the key blocks."""
+        """Whether a tile of query blocks contributes to the key blocks."""
         is_below = (query_tile <= self.token.last) & (query_tile >= self.tile)
         return is_below & (jnp.logical_not(self.token.is_first) | (query_tile == self.token.last))
 
     def hand_over(self, total: _Total) -> None:
-        """Leaves the total to the other warpgroup."""
+        """Passes the total to the other warpgroup."""
         self.memory.total[...], self.memory.total_exponent[...] = total
         plgpu.barrier_arrive(self.memory.is_done.at[0])
 
     def add_other(self, total: _Total) -> _Total:
-        """Adds what the other warpgroup has handed over."""
+        """Adds the other warpgroup's total."""
         plgpu.barrier_wait(self.memory.is_done.at[0])
         other = (ops.read(x, _BY_KEY) for x in (self.memory.total, self.memory.total_exponent))
         value, exponent = other
         return add_scaled(total, (value, exponent))
 
     def write(self, total: _Total) -> None:
-        """Writes the part: floats, and one power of two that all of them lack."""
+        """Writes the part: floats, and one separate power of two for all of them."""
         value, exponent = total
         exponent = jnp.maximum(exponent + exponent_of(value), NO_EXPONENT)
         largest = self._maximum(exponent)
@@ -692,13 +689,13 @@ class _Tiles:
 
 
 def _nothing() -> _Total:
-    """A total of no tiles."""
+    """Returns the total of no tiles."""
     none = jnp.full((TILE,), NO_EXPONENT, jnp.int32)
     return ops.full((TILE,), 0.0, _BY_KEY), plgpu.layout_cast(none, _BY_KEY)
 
 
 def _sum(values: list[Array]) -> Array:
-    """Pairs first, for the rounding and for the latency."""
+    """Sums pairwise, for smaller rounding errors and latency."""
     while len(values) > 1:
         pairs = list(zip(values[::2], values[1::2], strict=False))
         values = [one + other for one, other in pairs] + values[len(pairs) * 2 :]
@@ -709,7 +706,7 @@ def _sum(values: list[Array]) -> Array:
 
 
 def _begin(refs: _Refs, tiling: WalkTiling) -> tuple[Array, Array, _Token]:
-    """The program's place in its line, the line, and the token of its sequence."""
+    """Returns the thread block's place in its line, the line, and its sequence's token."""
     if tiling.overlaps:
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
@@ -722,19 +719,20 @@ def _begin(refs: _Refs, tiling: WalkTiling) -> tuple[Array, Array, _Token]:
 
 
 def _walk_few_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
-    """A tile of key blocks, and one tile of query blocks for each warpgroup."""
+    """Runs one thread block: a tile of key blocks, and one tile of query blocks per warpgroup."""
     refs, memory = _Refs(*arrays), _Memory(**scratch)
     index, line, token = _begin(refs, tiling)
     for half in tiling.halves():
-        # The line has the tiles below the diagonal of `line`, then those of the last but `line`.
+        # A line has the tiles below the diagonal of pair `line`, then of the pair `line` before
+        # last.
         is_corner = index == tiling.num_key_tiles
         is_straight = jnp.logical_not(is_corner)
         of_first = (is_corner & (half == 0)) | (is_straight & (index <= 2 * line))
         split = jnp.where(of_first, line, tiling.num_tiles - 1 - line)
         tile = jnp.where(of_first, index, index - (2 * line + 1))
         tile = jnp.where(is_corner, 2 * split + 1, tile)
-        is_new = of_first | (split != line)  # else the line has been here: it is its own partner
-        # Else each warpgroup brings its own.
+        is_new = of_first | (split != line)  # the middle line has no partner
+        # Without sharing, each warpgroup loads its own keys.
         has_keys = is_corner | (half == 0) if tiling.shares_keys else index >= 0
         tiles = _Tiles(
             tiling=tiling,
@@ -753,12 +751,12 @@ def _walk_few_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
 
 
 def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new: Array) -> None:
-    """What one warpgroup does with its only tile of query blocks.
+    """Processes one warpgroup's only tile of query blocks.
 
-    In a corner each warpgroup has a part for itself; else both have a part together.
+    In a corner each warpgroup has a separate part; otherwise both share a part.
     """
     tiling, token = tiles.tiling, tiles.token
-    # Before it is known whether there is anything to do.
+    # Start copies before it is known whether there is work.
     if tiling.shares_keys:
         pl.when(tiles.has_keys)(lambda: tiles.start_keys(0))
     tiles.start_queries(query_tile, 0)
@@ -769,11 +767,11 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
     has_work = is_new & is_needed & (jnp.logical_not(is_corner) | is_live)
 
     @pl.when(jnp.logical_not(has_work))
-    def _() -> None:  # a program may not end while copies to its memory are under way
+    def _() -> None:  # a thread block may not end while copies to it are in flight
         tiles.await_copy(tiles.query_slot)
         pl.when(tiles.has_keys)(lambda: tiles.await_copy(tiles.key_slot))
 
-    # The second kernel reads all parts at or below the diagonal.
+    # The second kernel reads all parts at or below the diagonal, so write empty ones too.
     is_empty = is_new & jnp.logical_not(has_work) & (is_corner | (tiles.half == 0))
     pl.when(is_empty)(tiles.write_nothing)
 
@@ -802,11 +800,11 @@ def _walk_one_tile(tiles: _Tiles, query_tile: Array, *, is_corner: Array, is_new
 
 
 def _walk_many_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
-    """A tile of key blocks, and every 16th pair of tiles of query blocks."""
+    """Runs one thread block: a tile of key blocks, and every 16th pair of query tiles."""
     refs, memory = _Refs(*arrays), _Memory(**scratch)
     index, line, token = _begin(refs, tiling)
     for half in tiling.halves():
-        has_keys = half == 0 if tiling.shares_keys else index >= 0  # else each brings its own
+        has_keys = half == 0 if tiling.shares_keys else index >= 0  # or each loads its own
         tiles = _Tiles(
             tiling=tiling,
             refs=refs,
@@ -823,7 +821,7 @@ def _walk_many_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
 
 
 def _walk_line(tiles: _Tiles) -> None:
-    """What one warpgroup does with its half of every pair of tiles of query blocks."""
+    """Processes one warpgroup's tile of every pair of tiles of query blocks."""
     tiling, token = tiles.tiling, tiles.token
     if tiling.shares_keys:
 
@@ -833,7 +831,7 @@ def _walk_line(tiles: _Tiles) -> None:
             tiles.write_keys()
 
         tiles.await_keys()
-    # The first pair of this split at or below the diagonal, or in the first layer the last one.
+    # This split's first pair at or below the diagonal, or in the first layer the token's pair.
     first = jnp.where(token.is_first, token.last_split, 0)
     first = jnp.maximum(first, tiles.tile // _HALVES)
     splits = tiling.num_splits
@@ -854,12 +852,12 @@ def _walk_line(tiles: _Tiles) -> None:
     pl.when(tiles.half == 0)(lambda: tiles.write(tiles.add_other(total)))
 
 
-# Their launch
+# Launch
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadQueries:
-    """Queries of one token per sequence, of which the kernel itself makes the sketch of their mean.
+    """Queries of one token per sequence, whose mean over heads the kernel sketches.
 
     Attributes:
       query: Queries `[B, N, H]`.
@@ -871,7 +869,7 @@ class HeadQueries:
 
     @staticmethod
     def fit(num_heads: int, omega: Float[np.ndarray, "H R"]) -> bool:
-        """Whether the kernel can sketch so many heads."""
+        """Whether the kernel can sketch this number and size of heads."""
         head_dim, size = omega.shape
         fills_lines = WIDE % head_dim == 0 and num_heads * head_dim % WIDE == 0
         return fills_lines and size % TILE == 0
@@ -883,7 +881,7 @@ class HeadQueries:
 
     @property
     def projection(self) -> Float[Array, "R 128"]:
-        """What projects rows of `WIDE` entries, so that their sum gives the mean's sketch."""
+        """The projection of rows of `WIDE` entries, whose sum gives the mean's sketch."""
         num_heads, head_dim = self.query.shape[1:]
         share = jnp.asarray(self.omega).T * (1.0 / num_heads)
         return jnp.tile(share, (1, WIDE // head_dim))
@@ -893,9 +891,9 @@ class RowParts(NamedTuple):
     """The walk's next row, in parts, and the token's own scores.
 
     Attributes:
-      value: Floats, float32 `[B, splits, tiles, 64]`. Where every tile of query blocks is a part,
-        parts above the diagonal are not written.
-      exponent: Powers of two of each tile and part, int32 `[B, tiles, 16]`.
+      value: Floats, float32 `[B, splits, tiles, 64]`. With few tiles, parts above the diagonal are
+        not written.
+      exponent: Exponents of each tile's and part's power of two, int32 `[B, tiles, 16]`.
       direct: `A_tj`, the scores of the token's row, float32 `[B, tiles, 64]`.
     """
 
@@ -915,17 +913,17 @@ def walk_row_kernel(
     tiling: WalkTiling,
     height: int,
 ) -> RowParts:
-    """Scores of one token per sequence, and its next row of the walk in parts.
+    """Computes scores of one token per sequence, and its next row of the walk in parts.
 
     Args:
-      token: Sketches of the tokens' head-combined queries, or queries to sketch.
-      query_sums: Sums of queries in sketch space, the token's own included or not.
-      key_sums: Sums of keys in sketch space, the token's own included.
+      token: Sketches of the tokens' queries, averaged over heads, or queries to sketch.
+      query_sums: Sums of queries in sketch space, with or without the token's own.
+      key_sums: Sums of keys in sketch space, including the token's own.
       state: The token's row of the walk so far.
-      layers: Layers walked so far; 0 means that this one starts the walk.
+      layers: Number of layers walked so far; 0 starts the walk.
       positions: Positions of the tokens.
-      tiling: What is static.
-      height: Tiles of key blocks that the results have room for.
+      tiling: Static parameters.
+      height: Tiles of key blocks in the results, with padding.
 
     Returns:
       The parts.

@@ -1,8 +1,8 @@
-"""Runs a kernel's PTX without a GPU, as Hopper does, and raises a fault for what it forbids.
+"""Emulates a kernel's PTX without a GPU, as Hopper runs it, and raises faults for its errors.
 
-README.md says what is checked, what is not, and how to run the kernels of other projects. `reading`
-reads what a compiler has printed, `machine` executes it warp by warp, and `registers` and `memory`
-are the instructions.
+README.md lists the checks and their limits, and shows how to run other projects' kernels. `reading`
+parses a compiler's output, `machine` executes it warp by warp, and `registers` and `memory`
+implement the instructions.
 """
 
 from ptx import memory, registers

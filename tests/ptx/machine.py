@@ -1,6 +1,6 @@
 """Executes a kernel: its memory, its blocks, and their warps, which take turns at random.
 
-What an instruction does is in `registers` and `memory`, which add to `OPERATIONS`.
+`registers` and `memory` implement the instructions and add them to `OPERATIONS`.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from ptx.reading import Instruction, Launch, Program, TensorMap, parse, read_lau
 LANES = 32
 _ALL = np.ones(LANES, bool)
 LANE = np.arange(LANES)
-SHARED = 1024  # where a block's shared memory begins, and how it is aligned
+SHARED = 1024  # start address and alignment of a block's shared memory
 SHARED_END = SHARED + 227 * 1024
-PARAMETERS = 1 << 24  # addresses
+PARAMETERS = 1 << 24  # first address of parameters
 GLOBAL = 1 << 32
-GARBAGE = 0xFF  # bytes of what has not arrived: NaN in every type
+GARBAGE = 0xFF  # bytes before data has arrived: NaN in every float type
 
 _INTEGERS = {
     f"{kind}{bits}": np.dtype(f"{sign}int{bits}")
@@ -42,18 +42,18 @@ PAIRS = {f"{kind}x2": kind for kind in ("f16", "bf16", "u16", "s16")}
 
 
 class Fault(Exception):
-    """What a GPU would leave to chance, or wait for forever."""
+    """An error that makes a GPU's results depend on chance, or lets it wait forever."""
 
 
 class Memory:
-    """Arrays in global memory, at addresses of their own."""
+    """Arrays in global memory, at separate addresses."""
 
     def __init__(self) -> None:
         self._arrays: list[tuple[int, np.ndarray]] = []
         self._top = GLOBAL
 
     def place(self, array: np.ndarray) -> int:
-        """The address of an array, which is written where it is."""
+        """Adds an array, which the kernel writes in place, and returns its address."""
         flat = array.reshape(-1).view(np.uint8)
         address = self._top
         self._arrays.append((address, flat))
@@ -68,12 +68,12 @@ class Memory:
         raise Fault(f"no array has the addresses from {places.min():#x} to {places.max():#x}")
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """Bytes."""
+        """Reads bytes."""
         flat, inside = self._of(places)
         return flat[inside]
 
     def write(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Bytes."""
+        """Writes bytes."""
         flat, inside = self._of(places)
         flat[inside] = values
 
@@ -88,7 +88,7 @@ class Barrier:
     phase: int = 0
 
     def settle(self) -> None:
-        """Ends the phase if nothing is missing."""
+        """Ends the phase if no arrivals and bytes are missing."""
         if self.missing < 0:
             raise Fault("a barrier has more arrivals than it counts")
         if not self.missing and not self.bytes_missing:
@@ -121,7 +121,7 @@ class Block:
         self.program, self.memory, self.place = program, memory, place
         self.random = random.Random(seed)
         self.shared = np.full(SHARED_END, GARBAGE, np.uint8)
-        # Who has written a byte that is not passed on: number of the warp, from 1 on.
+        # For each byte, 1 + the index of the warp that wrote it without a proxy fence since.
         self.unfenced = np.zeros(SHARED_END, np.uint8)
         self.shared_end = SHARED + program.shared_bytes + launch.shared_bytes
         self.barriers: dict[int, Barrier] = {}
@@ -129,7 +129,7 @@ class Block:
         self.copies: list[Copy] = []
         self.maps: dict[int, TensorMap] = {}
         self.parameters: dict[str, int] = {}
-        self.values: dict[int, int] = {}  # of parameters
+        self.values: dict[int, int] = {}  # parameters by address
         address = PARAMETERS
         for name, argument in zip(program.parameters, launch.arguments, strict=True):
             self.parameters[name] = address
@@ -146,7 +146,7 @@ class Block:
         self.warps = [Warp(self, index) for index in range(launch.threads // LANES)]
 
     def run(self) -> None:
-        """Until all threads have ended."""
+        """Runs until all threads have ended."""
         running = list(self.warps)
         while running:
             ready = [warp for warp in running if warp.can_go_on()]
@@ -166,20 +166,20 @@ class Block:
             self.finish(copy)
 
     def finish(self, copy: Copy) -> None:
-        """Ends a copy."""
+        """Completes a copy."""
         if copy.read is not None:
             copy.read()
         copy.finish()
         self.copies.remove(copy)
 
     def check(self, places: np.ndarray) -> np.ndarray:
-        """Addresses of shared memory."""
+        """Checks that addresses are in shared memory."""
         if places.size and (places.min() < SHARED or places.max() >= self.shared_end):
             raise Fault(f"outside of shared memory: {places.min():#x} to {places.max():#x}")
         return places
 
     def read_shared(self, places: np.ndarray) -> np.ndarray:
-        """Bytes, as the copy engine and the tensor cores read them."""
+        """Reads bytes as the copy engine and the tensor cores do, which requires a proxy fence."""
         self.check(places)
         by = self.unfenced[places]
         if by.any():
@@ -189,7 +189,7 @@ class Block:
 
 @dataclasses.dataclass
 class _Path:
-    """Where some threads of a warp are, and where they meet the others again."""
+    """The position of some threads of a warp, and the point where they rejoin the others."""
 
     threads: np.ndarray
     next: int
@@ -197,7 +197,7 @@ class _Path:
 
 
 class Waiting(Exception):
-    """The instruction cannot go on now."""
+    """Raised when an instruction cannot proceed yet."""
 
 
 class Warp:
@@ -206,36 +206,36 @@ class Warp:
     def __init__(self, block: Block, index: int) -> None:
         self.block, self.index = block, index
         self.values: dict[str, np.ndarray] = {}
-        self.paths = [_Path(_ALL, 0, -1)]  # the last one is gone, up to where it meets the others
+        self.paths = [_Path(_ALL, 0, -1)]  # a stack; the last one runs until it rejoins the others
         self.alive = _ALL.copy()
-        self.active = _ALL  # of the current instruction
+        self.active = _ALL  # threads of the current instruction
         self.is_blocked: Callable[[], bool] | None = None
         self.open: list[Product] = []
         self.groups: list[list[Product]] = []
-        self.flying: dict[str, int] = {}  # registers of products in flight, and of how many
+        self.flying: dict[str, int] = {}  # registers of products in flight, with counts
         self.bulk_open: list[list[Copy]] = [[] for _ in range(LANES)]
         self.bulk: list[list[list[Copy]]] = [[] for _ in range(LANES)]
-        # Copies of single threads; those of a warp make and await their groups together.
+        # Per-thread copies; the threads of a warp commit and await their groups together.
         self.thread_open: list[Copy] = []
         self.thread_groups: list[list[Copy]] = []
 
     @property
     def has_ended(self) -> bool:
-        """Whether no thread goes on."""
+        """Whether all threads have ended."""
         return self.alive is not _ALL and not self.alive.any()
 
     def can_go_on(self) -> bool:
-        """Whether it waits for nothing."""
+        """Whether the warp is not waiting."""
         if self.is_blocked is not None and not self.is_blocked():
             self.is_blocked = None
         return self.is_blocked is None
 
     def where(self) -> str:
-        """The instruction that it has come to."""
+        """Returns the text of the next instruction."""
         return self.block.program.instructions[self.paths[-1].next].text
 
     def step(self) -> bool:
-        """Executes one instruction; whether another one may follow at once."""
+        """Executes one instruction; returns whether another one may follow immediately."""
         if self.has_ended or not self.can_go_on():
             return False
         program = self.block.program
@@ -282,19 +282,19 @@ class Warp:
         return self.is_blocked is None
 
     def wait(self, is_blocked: Callable[[], bool]) -> None:
-        """The instruction is done, and the next one comes when this no longer holds."""
+        """Completes the instruction, but blocks the next one while `is_blocked()` holds."""
         if is_blocked():
             self.is_blocked = is_blocked
 
     def together(self) -> None:
-        """All threads take part."""
+        """Checks that all threads take part."""
         if self.active is not _ALL:
             raise Fault("some threads of the warp are elsewhere")
 
     # Registers
 
     def get(self, operand: str, kind: str) -> np.ndarray:
-        """What an operand is, as a type; one entry if it is the same for all."""
+        """Returns an operand as a type, with one entry if it is equal in all threads."""
         dtype = TYPES[kind]
         if operand in self.flying:
             raise Fault(f"a product in flight has {operand}")
@@ -328,15 +328,15 @@ class Warp:
         raise NotImplementedError(operand)
 
     def lanes(self, operand: str, kind: str) -> np.ndarray:
-        """What an operand is, as a type, with an entry for each thread."""
+        """Returns an operand as a type, with one entry per thread."""
         return _spread(self.get(operand, kind))
 
     def number(self, operand: str) -> int:
-        """The number that an operand is for all threads."""
+        """Returns an operand that is equal in all threads as an integer."""
         return int(np.max(self.get(operand, "u32")))
 
     def put(self, register: str, value: np.ndarray) -> None:
-        """Writes the threads' own entries."""
+        """Writes the active threads' entries."""
         if register == "_":
             return
         kind = self.block.program.registers[register]
@@ -360,7 +360,7 @@ class Warp:
             self.values[register] = np.where(self.active, value, before)
 
     def address(self, operand: str) -> np.ndarray:
-        """The address in brackets of each thread."""
+        """Returns each thread's address, from an operand in brackets."""
         inside = operand.strip("[]").replace(" ", "")
         base, sign, offset = re.match(r"([^+]+?)(?:([+])(-?\w+))?$", inside).groups()
         if base.lstrip("-").isdigit():
@@ -372,7 +372,7 @@ class Warp:
 
 
 def _both(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The threads that are among both; those of a whole warp are `_ALL` itself."""
+    """Intersects sets of threads; a whole warp is the object `_ALL`."""
     if some is _ALL and others is _ALL:
         return _ALL
     found = some & others
@@ -380,7 +380,7 @@ def _both(some: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _spread(value: np.ndarray) -> np.ndarray:
-    """An entry for each thread. Nobody writes into it: a register may be the same array."""
+    """Broadcasts to one entry per thread. Do not write to it: a register may share the array."""
     if value.shape == (LANES,):
         return np.ascontiguousarray(value)
     found = np.empty(LANES, value.dtype)
@@ -399,7 +399,7 @@ def constant(text: str, dtype: np.dtype[Any]) -> np.ndarray:
     number = int(text, 0)
     if dtype.kind == "b":
         return np.array(bool(number))
-    width = dtype.itemsize  # the bits of a number
+    width = dtype.itemsize  # bytes of the bit pattern
     return np.array(number & (1 << 8 * width) - 1, f"u{width}").view(dtype)
 
 
@@ -416,7 +416,7 @@ def operation(*names: str) -> Callable[..., Any]:
 
 @functools.cache
 def kind_of(name: tuple[str, ...]) -> str:
-    """The last type in an instruction's name."""
+    """Returns the last type in an instruction's name."""
     return next(part for part in reversed(name) if part in TYPES or part in PAIRS)
 
 
@@ -428,17 +428,17 @@ def run(
     *,
     seed: int = 0,
 ) -> None:
-    """Runs a kernel of Pallas, block by block, as its host function starts it.
+    """Runs a Pallas kernel, block by block, as its host function launches it.
 
     Args:
-      ptx: Its code.
-      host: The host's, in LLVM's language.
-      arguments: What it reads, contiguous.
-      results: What it writes, where it is.
-      seed: Of the order in which warps take turns.
+      ptx: Code of the kernel.
+      host: Code of the host function, in LLVM IR.
+      arguments: Contiguous input arrays.
+      results: Output arrays, written in place.
+      seed: Seed of the order in which warps take turns.
 
     Raises:
-      Fault: If the kernel does what the page names.
+      Fault: If the kernel makes an error listed in README.md.
     """
     memory = Memory()
     buffers = [memory.place(x) for x in (*arguments, *results)]
@@ -457,15 +457,15 @@ def start(
     """Runs a kernel of any compiler, block by block.
 
     Args:
-      ptx: Its code.
-      arguments: Arrays, contiguous, which it reads and writes where they are, and whole numbers.
+      ptx: Code of the kernel.
+      arguments: Contiguous arrays, read and written in place, and integers.
       grid: Blocks along each of the three axes.
-      threads: Threads of a block.
-      shared_bytes: Of shared memory, beside that of arrays whose sizes the code says.
-      seed: Of the order in which warps take turns.
+      threads: Threads per block.
+      shared_bytes: Dynamic shared memory, in addition to arrays with sizes in the code.
+      seed: Seed of the order in which warps take turns.
 
     Raises:
-      Fault: If the kernel does what the page names.
+      Fault: If the kernel makes an error listed in README.md.
     """
     memory = Memory()
     held = {
@@ -479,13 +479,13 @@ def execute(ptx: str, launch: Launch, memory: Memory, *, seed: int = 0) -> None:
     """Runs a kernel, block by block.
 
     Args:
-      ptx: Its code.
-      launch: How it is started.
-      memory: Where its arrays are.
-      seed: Of the order in which warps take turns.
+      ptx: Code of the kernel.
+      launch: Grid, threads and arguments.
+      memory: Global memory with the kernel's arrays.
+      seed: Seed of the order in which warps take turns.
 
     Raises:
-      Fault: If the kernel does what the page names.
+      Fault: If the kernel makes an error listed in README.md.
     """
     program = parse(ptx)
     with np.errstate(all="ignore"):

@@ -90,7 +90,7 @@ def _do_store(warp: Warp, one: Instruction) -> None:
 
 
 def _write(warp: Warp, space: str, places: np.ndarray, values: np.ndarray) -> None:
-    """What threads write to memory."""
+    """Writes the threads' bytes to memory."""
     block = warp.block
     if space == "shared":
         block.check(places)
@@ -129,9 +129,9 @@ def _do_atomic(warp: Warp, one: Instruction) -> None:
 
 @operation("ldmatrix", "stmatrix")
 def _do_matrices(warp: Warp, one: Instruction) -> None:
-    """Matrices of 8 by 8 entries of 16 bits: row `r` of matrix `m` is where thread `8 m + r` says.
+    """Loads 8 by 8 matrices of 16 bits; thread `8 m + r` has the address of row `r` of matrix `m`.
 
-    Thread `t` holds entries `2 (t % 4)` and the next one of row `t / 4`.
+    Thread `t` gets entries `2 (t % 4)` and `2 (t % 4) + 1` of row `t / 4`.
     """
     warp.together()
     is_load = one.name[0] == "ldmatrix"
@@ -186,7 +186,7 @@ def _do_barrier(warp: Warp, one: Instruction) -> None:
 
 
 def _place(warp: Warp, operand: str) -> int:
-    """The one address that all active threads have."""
+    """Returns the address that all active threads share."""
     found = set(warp.address(operand)[warp.active].tolist())
     if len(found) != 1:
         raise Fault("threads have different addresses")
@@ -209,7 +209,7 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
         state, place, *more = one.operands if one.operands[0][0] != "[" else ("_", *one.operands)
         barrier = block.barriers[_place(warp, place)]
         if "expect_tx" in one.name:
-            # The count of bytes that are to come may fall below zero before.
+            # Bytes may have arrived already, so the count may have been negative.
             barrier.bytes_missing += threads * warp.number(more[0])
             arrivals = threads
         else:
@@ -249,7 +249,7 @@ def _do_fence(warp: Warp, one: Instruction) -> None:
 
 @operation("setmaxnreg", "prefetch", "membar", "nanosleep", "griddepcontrol")
 def _do_nothing(warp: Warp, one: Instruction) -> None:
-    """What changes no number."""
+    """Ignores instructions without an effect on results."""
 
 
 @operation("trap")
@@ -261,7 +261,7 @@ def _do_trap(warp: Warp, one: Instruction) -> None:
 
 
 def swizzled(places: np.ndarray, line: int) -> np.ndarray:
-    """Where bytes lie whose 16-byte parts are exchanged within lines of so many bytes."""
+    """Returns swizzled addresses: 16-byte chunks are permuted within lines of `line` bytes."""
     mask = {16: 0, 32: 1, 64: 3, 128: 7}[line]
     return places ^ ((places >> 7 & mask) << 4)
 
@@ -285,7 +285,8 @@ def _do_copy(warp: Warp, one: Instruction) -> None:
 
 
 def _copy_of_threads(warp: Warp, one: Instruction) -> None:
-    """Copies of single threads, in groups of their own, which end when their thread awaits them."""
+    """Starts per-thread copies, in separate groups, which complete when their thread awaits
+    them."""
     action = one.name[2]
     if action in ("commit_group", "wait_group", "wait_all"):
         warp.together()
@@ -315,7 +316,7 @@ def _copy_of_threads(warp: Warp, one: Instruction) -> None:
     is_there = (np.arange(width) < held[:, None]).reshape(-1)
     own, places = block.check(_bytes_of(to, width)), _bytes_of(start, width)
     if is_there.any():
-        block.memory.read(places[is_there])  # an address outside of all arrays is an error now
+        block.memory.read(places[is_there])  # raises if an address is outside of all arrays
     block.shared[own] = GARBAGE
     block.unfenced[own] = 0
 
@@ -348,9 +349,9 @@ def _await_copies(warp: Warp, left: int, *, only_read: bool) -> None:
 
 
 def _copy_tensor(warp: Warp, one: Instruction, lane: int) -> None:
-    """A box of an array."""
+    """Copies a box of an array."""
     block = warp.block
-    is_load = one.name[5].startswith("shared")  # to where
+    is_load = one.name[5].startswith("shared")  # the target
     source, target = (one.operands[1], one.operands[0]) if is_load else one.operands[::-1]
     tensor = source if is_load else target
     shared = target if is_load else source
@@ -371,7 +372,7 @@ def _copy_tensor(warp: Warp, one: Instruction, lane: int) -> None:
 
 
 def _copy_bulk(warp: Warp, one: Instruction, lane: int) -> None:
-    """Adjacent bytes."""
+    """Copies adjacent bytes."""
     block = warp.block
     is_load = one.name[3].startswith("shared")
     target, source = (int(warp.address(x)[lane]) for x in one.operands[:2])
@@ -393,7 +394,7 @@ def _start_load(
     places: np.ndarray,
     is_there: np.ndarray | bool = True,
 ) -> None:
-    """Starts to copy from global to shared memory; what is not there becomes zero."""
+    """Starts to copy from global to shared memory; bytes outside the array become zeros."""
     is_there = np.broadcast_to(is_there, places.shape)
     block.shared[own] = GARBAGE
     block.unfenced[own] = 0
@@ -436,7 +437,7 @@ def _start_store(
 
 
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
-_KEPT_BITS = 13  # of numbers that Hopper adds up in float8, below the first of the largest
+_KEPT_BITS = 13  # bits below the largest number's first that Hopper keeps in float8 sums
 
 
 @operation("wgmma")
@@ -469,10 +470,10 @@ def _start_product(warp: Warp, one: Instruction) -> None:
     block, rows = warp.block, 16 * (warp.index % 4) + np.arange(16)
     itemsize = TYPES[left_kind].itemsize
     is_whole = to == "s32"
-    # Whole numbers cannot change their signs, and have no words for it.
+    # Integer products have no operands for signs.
     signs = [1, 1] if is_whole else [int(x) for x in scales[:2]]
     from_registers = left.startswith("{")
-    # Operands in registers cannot be turned, and have no word for it.
+    # Register operands have no flag for a transpose.
     turned = [False, False, *(bool(int(x)) for x in scales[2:])][-2:]
     goes_on = warp.lanes(keeps, "pred")
     if goes_on.any() != goes_on.all():
@@ -521,9 +522,9 @@ def _start_product(warp: Warp, one: Instruction) -> None:
 
 
 def _sum_in_few_bits(products: np.ndarray, before: np.ndarray | None) -> np.ndarray:
-    """Sums over the last axis as Hopper makes them of float8: of each number it keeps few bits.
+    """Sums over the last axis as Hopper does for float8, with few bits per number.
 
-    What an H100 or H200 computes agrees with numbers that are cut off 13 bits below the largest.
+    Results of an H100 or H200 agree with truncating the numbers 13 bits below the largest.
     """
     if before is not None:
         products = np.concatenate([products, before[..., None]], axis=-1)
@@ -536,7 +537,7 @@ def _sum_in_few_bits(products: np.ndarray, before: np.ndarray | None) -> np.ndar
 
 @operation("mma")
 def _do_mma(warp: Warp, one: Instruction) -> None:
-    """A product of a warp's own: 16 rows with eight columns, both in registers."""
+    """Computes a warp-level product of 16 rows with eight columns, both in registers."""
     warp.together()
     depth = int(re.search(r"m16n8k(\d+)", one.text)[1])
     to, left_kind, right_kind, _ = one.name[-4:]
@@ -558,7 +559,7 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
         for name, one_product, one_sum in zip(target, products, sums, strict=True):
             warp.put(name, (one_product + one_sum).astype(np.float32))
         return
-    for index, name in enumerate(target):  # two columns to a register
+    for index, name in enumerate(target):  # two columns per register
         pair = np.stack(products[2 * index : 2 * index + 2], axis=-1)
         held = np.ascontiguousarray(warp.lanes(start[index], "b32"))
         pair = pair + held.view(TYPES[to]).reshape(LANES, 2).astype(np.float32)
@@ -568,7 +569,7 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
 def _operand(
     warp: Warp, operand: str, rows: np.ndarray, depth: int, itemsize: int, is_turned: bool
 ) -> np.ndarray:
-    """Addresses of the bytes of rows of a matrix in shared memory, from its descriptor."""
+    """Returns addresses of the bytes of a matrix's rows in shared memory, from its descriptor."""
     values = warp.lanes(operand, "u64")
     if (values != values[0]).any():
         raise Fault("threads have different descriptors")
@@ -590,7 +591,7 @@ def _operand(
         else:
             place = row // 8 * stride + row % 8 * line + column * itemsize
     else:
-        # Lines hold rows' entries of one column; eight columns follow each other.
+        # A line holds one column's entries of several rows; eight columns are adjacent.
         per_line = line // itemsize
         row = rows[:, None]
         place = (
@@ -604,7 +605,7 @@ def _operand(
 
 
 def _from_registers(held: list[np.ndarray], dtype: np.dtype[Any], depth: int) -> np.ndarray:
-    """The 16 rows of a warp whose entries are in registers."""
+    """Assembles the 16 rows of a warp from its registers."""
     per = 4 // dtype.itemsize
     found = np.zeros((16, depth), np.float32)
     for index, register in enumerate(held):
@@ -618,7 +619,7 @@ def _from_registers(held: list[np.ndarray], dtype: np.dtype[Any], depth: int) ->
 
 @functools.cache
 def _sum_places(index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and first column of what register pair `index` holds: two columns."""
+    """Returns row and first of the two columns in register pair `index`."""
     return LANE // 4 + 8 * (index % 2), 8 * (index // 2) + 2 * (LANE % 4)
 
 

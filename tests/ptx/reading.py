@@ -1,4 +1,4 @@
-"""Reads what a compiler has printed: a kernel's PTX, and how its host starts it."""
+"""Parses a compiler's output: a kernel's PTX, and the host code that launches it."""
 
 import dataclasses
 import functools
@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-_ELEMENTS = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}  # bytes, by kind of a copy
+_ELEMENTS = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}  # bytes, by type code of a copy
 
 
 def kernels(printed: str) -> Iterator[tuple[str, str]]:
-    """Of each kernel that a compilation has printed: its PTX and its host's code."""
+    """Yields PTX and host code of each kernel in a compilation's output."""
     pattern = r"(^\.version .*?^\}\s*$).*?(^define \w+ @\w+_mosaic_gpu\(.*?^\})"
     for found in re.finditer(pattern, printed, re.M | re.S):
         yield found[1], found[2]
@@ -24,15 +24,15 @@ def kernels(printed: str) -> Iterator[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """What a copy of the copy engine knows of an array, outermost axis first.
+    """A copy engine's (TMA) descriptor of an array, outermost axis first.
 
     Attributes:
-      address: Of its first entry.
-      itemsize: Bytes of an entry.
+      address: Address of the first entry.
+      itemsize: Bytes per entry.
       sizes: Entries along each axis.
-      strides: Entries from one to the next.
-      box: Entries along each axis of what is copied.
-      swizzle: Bytes of the lines that are swizzled in shared memory; 16 if none are.
+      strides: Stride of each axis, in entries.
+      box: Entries along each axis of a copied box.
+      swizzle: Bytes per swizzled line in shared memory; 16 without a swizzle.
     """
 
     address: int
@@ -43,7 +43,7 @@ class TensorMap:
     swizzle: int
 
     def places(self, corner: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses of the bytes of a box, row by row, and which of them there are."""
+        """Returns addresses of a box's bytes, row by row, and a mask of those inside the array."""
         place, is_there = np.zeros((), np.int64), np.ones((), bool)
         for start, width, size, stride in zip(
             corner, self.box, self.sizes, self.strides, strict=True
@@ -58,14 +58,14 @@ class TensorMap:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a kernel is started.
+    """Launch parameters of a kernel.
 
     Attributes:
       grid: Blocks along each of the three axes.
-      threads: Threads of a block.
-      shared_bytes: Bytes of its shared memory.
-      arguments: Addresses in host memory, one for each.
-      memory: What lies in host memory, by address.
+      threads: Threads per block.
+      shared_bytes: Bytes of dynamic shared memory.
+      arguments: Address in host memory of each argument.
+      memory: Contents of host memory, by address.
       maps: Descriptors, by address in host memory.
     """
 
@@ -78,17 +78,17 @@ class Launch:
 
 
 def read_launch(code: str, buffers: Sequence[int]) -> Launch:
-    """Runs a kernel's host function, in LLVM's language.
+    """Runs a kernel's host function, in LLVM IR.
 
     Args:
       code: The module.
-      buffers: Addresses of the arrays that the kernel reads, then of those that it writes.
+      buffers: Addresses of the kernel's input arrays, then of its output arrays.
     """
     body = re.search(r"^define \w+ @\w+_mosaic_gpu\(([^)]*)\)[^{]*\{\n(.*?)^\}", code, re.M | re.S)
     if body is None:
         raise ValueError("there is no host function")
     memory: dict[int, Any] = {8 * index: buffer for index, buffer in enumerate(buffers)}
-    top = 1 << 20  # of what is allocated
+    top = 1 << 20  # next free address
     maps: dict[int, TensorMap] = {}
     values: dict[str, Any] = {name: 0 for name in re.findall(r"%\w+", body[1])}
     launch: Launch | None = None
@@ -186,7 +186,7 @@ def read_launch(code: str, buffers: Sequence[int]) -> Launch:
 
 
 def _first_type(text: str) -> tuple[str, str]:
-    """A type, and what follows it and a comma or a blank."""
+    """Splits off the first type, and the comma or blank after it."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character in "[{") - (character in "]}")
@@ -206,7 +206,7 @@ def _size(kind: str) -> int:
 
 
 def _member(kind: str, index: int) -> tuple[int, str]:
-    """Offset and type of an entry of a structure or an array."""
+    """Returns offset and type of an entry of a structure or an array."""
     if kind.startswith("["):
         entry = kind[1:-1].partition(" x ")[2]
         return index * _size(entry), entry
@@ -222,18 +222,18 @@ def _member(kind: str, index: int) -> tuple[int, str]:
     return offset, entry
 
 
-# The program
+# Instructions and kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line.
+    """One instruction.
 
     Attributes:
-      guard: The predicate that it depends on, and whether on its being false.
-      name: Its name, in parts.
-      operands: What it takes, as text with names of registers resolved.
-      text: As it stands there.
+      guard: Its predicate register, and whether the predicate is negated.
+      name: The parts of its name.
+      operands: Operands as text, with register names resolved.
+      text: Original text.
     """
 
     guard: tuple[str, bool] | None
@@ -247,12 +247,12 @@ class Program:
     """A kernel.
 
     Attributes:
-      instructions: In order.
-      labels: Where each stands.
-      parameters: Names.
-      registers: The type of each.
-      shared: Where each array in shared memory begins, in bytes.
-      shared_bytes: Of the arrays whose sizes the code says.
+      instructions: Instructions in order.
+      labels: Index of the instruction at each label.
+      parameters: Names of the parameters.
+      registers: Type of each register.
+      shared: Byte offset of each array in shared memory.
+      shared_bytes: Bytes of the arrays with sizes in the code.
     """
 
     instructions: tuple[Instruction, ...]
@@ -264,9 +264,9 @@ class Program:
 
     @functools.cached_property
     def meetings(self) -> dict[int, int]:
-        """Where threads that part at a branch meet again: what all ways to the end pass first.
+        """Returns where threads rejoin after each branch: the first point on all paths to the end.
 
-        That is what the assembler makes of it (Fung et al., "Dynamic Warp Formation", 2007).
+        The assembler does the same (Fung et al., "Dynamic Warp Formation", 2007).
         """
         end = len(self.instructions)
         jumps = {
@@ -277,7 +277,7 @@ class Program:
         stops = {i for i, one in enumerate(self.instructions) if one.name[0] in ("ret", "exit")}
         after = {index + 1 for index in (*jumps, *stops)}
         starts = sorted({0, *self.labels.values(), *after} - {end})
-        following: list[list[int]] = []  # of each stretch of instructions, by number
+        following: list[list[int]] = []  # successors of each stretch of instructions
         number = {start: index for index, start in enumerate(starts)} | {end: len(starts)}
         last = [stop - 1 for stop in (*starts[1:], end)]
         for own in last:
@@ -289,7 +289,7 @@ class Program:
             if one.guard is not None or one.name[0] not in ("bra", "ret", "exit"):
                 found.append(number[own + 1])
             following.append(found)
-        # What all ways from each stretch pass, as bits.
+        # Bit mask of the stretches on all paths from each stretch.
         everything = (1 << len(starts) + 1) - 1
         passed = [everything] * len(starts) + [1 << len(starts)]
         while True:
@@ -316,7 +316,7 @@ _TOKEN = re.compile(r"%?[A-Za-z_$][\w$]*")
 
 @functools.lru_cache(64)
 def parse(text: str) -> Program:
-    """A kernel's PTX."""
+    """Parses a kernel's PTX."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^\s*\.(loc|file|pragma)\b.*$", "", text, flags=re.M)
     head = re.search(r"\.entry\s+\w+\s*\((.*?)\)[^{]*\{", text, re.S)
@@ -329,7 +329,7 @@ def parse(text: str) -> Program:
     registers: dict[str, str] = {}
     jumps: list[tuple[int, list[dict[str, str]]]] = []
     scopes: list[dict[str, str]] = [{}]
-    count = 1  # of scopes
+    count = 1  # number of scopes
 
     def resolve(match: re.Match[str]) -> str:
         return next((scope[match[0]] for scope in scopes[::-1] if match[0] in scope), match[0])
@@ -393,7 +393,7 @@ def parse(text: str) -> Program:
 
 
 def _place_shared(arrays: Sequence[tuple[str, str, str, str]]) -> tuple[dict[str, int], int]:
-    """Where arrays in shared memory begin, and the bytes of those whose sizes are known."""
+    """Returns the offsets of arrays in shared memory, and the bytes of those with known sizes."""
     found: dict[str, int] = {}
     top = 0
     for align, bits, name, count in arrays:
@@ -403,12 +403,12 @@ def _place_shared(arrays: Sequence[tuple[str, str, str, str]]) -> tuple[dict[str
             top = found[name] + int(bits) // 8 * int(count)
     if found:
         top = -(-top // 1024) * 1024
-    # What the launch adds follows; all arrays without a size begin there.
+    # Dynamic shared memory follows; all arrays without a size begin there.
     return found | {name: top for _, _, name, count in arrays if not count}, top
 
 
 def split(text: str) -> list[str]:
-    """What commas outside of brackets separate."""
+    """Splits at commas outside of brackets."""
     found, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in "[{(") - (character in "]})")

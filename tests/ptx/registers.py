@@ -1,4 +1,4 @@
-"""Instructions between registers: what each thread computes, and what a warp exchanges."""
+"""Register instructions: arithmetic of each thread, and exchanges within a warp."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ from ptx.reading import Instruction, split
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[[Warp, Instruction], None]:
-    """A function of numbers, of pairs of them too."""
+    """Makes an instruction of a function of numbers; it also applies to packed pairs."""
 
     def execute(warp: Warp, one: Instruction) -> None:
         kind, (target, *sources) = kind_of(one.name), one.operands
@@ -33,7 +33,7 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Warp, Instruction], 
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """Of twice the width."""
+    """Converts to a type of twice the width."""
     return x.astype(f"{x.dtype.kind}{2 * x.dtype.itemsize}")
 
 
@@ -73,7 +73,7 @@ def _fused(one: Instruction, x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.
         if "wide" in one.name:
             raise NotImplementedError(one.text)
         return x * y + z
-    # Rounded once from what is exact but for sums far apart.
+    # Round once from float64, which is exact unless the summands differ very much in size.
     found = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
     if "relu" in one.name:
         found = np.maximum(found, 0.0)
@@ -92,7 +92,7 @@ def _shift(one: Instruction, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _clear(one: Instruction, found: np.ndarray) -> np.ndarray:
-    """Subnormal numbers to zero, if the instruction says so."""
+    """Flushes subnormal numbers to zero, if the instruction does."""
     if "ftz" not in one.name:
         return found
     return np.where(np.abs(found) < 2.0**-126, np.float32(0), found)
