@@ -1,5 +1,6 @@
 """The numbers in README.md and on the results page match the benchmarks' results."""
 
+import ast
 import json
 import re
 import subprocess
@@ -153,3 +154,24 @@ def test_results_of_a_quick_run_are_refused(repository, tmp_path):
 def test_results_name_no_folder_of_a_machine(repository, file):
     text = (repository / "benchmarks" / "results" / file).read_text()
     assert not re.search(r'["\s=](/|~|[A-Z]:\\)', text)
+
+
+CODE = ("sketchwalk_jax", "models", "pallas_kernels", "benchmarks", "training", "tests")
+OPENINGS = ("What", "Of", "Where", "That of", "Those of")  # a noun must be guessed
+FORMER_NAMES = {"gated_rows", "warp_ops", "warp_products", "way_to_attend"}
+
+
+def test_docstrings_open_with_a_subject_or_a_verb_and_names_are_the_fields(repository):
+    found = []
+    for path in sorted(file for folder in CODE for file in (repository / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if re.match(rf"({'|'.join(OPENINGS)})\b", first):
+                    found.append(f"{path.name}: {first}")
+        if path != Path(__file__):
+            found += [
+                f"{path.name}: {name}" for name in FORMER_NAMES & set(re.findall(r"\w+", text))
+            ]
+    assert not found

@@ -93,7 +93,7 @@ def row_threshold(
     Args:
       keys: Keys of one row, in registers.
       count: Keys to keep.
-      scratch: `warp_ops.scratch_of_counts()`.
+      scratch: `row_ops.scratch_of_counts()`.
       guesses: Three keys in ascending order to try first; the result does not depend on them.
       layout: Layout of the keys.
       interpret: Whether the interpreter runs the kernel.
@@ -164,7 +164,7 @@ def select_row(
       row: Absolute block index of the row; blocks after it are not eligible.
       count: Number of blocks to keep.
       ids_ref: Target of the indices, `[P]` in global memory.
-      scratch: `warp_ops.scratch_of_counts()`.
+      scratch: `row_ops.scratch_of_counts()`.
       is_padded: Whether some columns do not exist.
       num_blocks: Number of existing columns; it also pads the list beyond its count.
       sink_blocks: Number of first blocks that are always kept.
