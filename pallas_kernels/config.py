@@ -5,7 +5,7 @@ since importing Pallas is slow.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -15,7 +15,9 @@ PREFILL_BLOCK_SIZES = (64, 128)  # of key blocks and query blocks
 PREFILL_PAGE, PREFILL_PAGE_ROW = 16, 64  # keys per page, and queries per query block with pages
 DECODE_BLOCK_SIZES = (16, 64, 128)
 MAX_HEAD_DIM = 128
-# Padding other heads would copy a layer of the cache for every token.
+# Hopper's decode kernel would pad smaller heads, and copy the whole cache for each token.
+LEAST_DECODE_HEAD = 64
+# The general decode kernel takes these; padding others would copy a layer of the cache per token.
 DECODE_HEADS = (64, 128)
 
 # Limits of the selection kernels, which hold one score per block in registers.
@@ -146,13 +148,20 @@ def fills_rows(query: Any, key: Any) -> bool:
     return wide % head_dim == 0 and wide % WIDE == 0 and not any(size % wide for size in sizes)
 
 
-def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -> str | None:
+def why_not_shape(
+    query: Any,
+    *,
+    block_size: int,
+    row_size: int | None = None,
+    decode_heads: Sequence[int] | None = None,
+) -> str | None:
     """Returns why the kernels do not support queries of this shape and type, or `None` if they do.
 
     Args:
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per key block.
       row_size: Queries per query block in prefill, `block_size` by default.
+      decode_heads: Each `H` that the decode kernel takes; by default any up to the most.
 
     Returns:
       A reason to show to the caller.
@@ -164,9 +173,9 @@ def why_not_shape(query: Any, *, block_size: int, row_size: int | None = None) -
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
     if num_tokens == 1:
-        if head_dim not in DECODE_HEADS:
-            sizes = " or ".join(map(str, DECODE_HEADS))
-            return f"it takes a head_dim of {sizes} in decode, not {head_dim}"
+        if decode_heads is not None and head_dim not in decode_heads:
+            sizes = " or ".join(map(str, decode_heads))
+            return f"it takes a head_dim of {sizes} in decode on this GPU, not {head_dim}"
         if block_size not in DECODE_BLOCK_SIZES:
             return f"it takes a block_size of {' or '.join(map(str, DECODE_BLOCK_SIZES))} in decode"
     elif row_size != block_size:

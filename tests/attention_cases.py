@@ -136,12 +136,17 @@ class GpuCase:
         from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
             decode_attention_kernel,
         )
+        from sketchwalk_jax.pallas_kernels.decode_attention.hopper import (
+            hopper_decode_attention_kernel,
+        )
 
-        if self.case.op == "prefill":
-            return self.case.program(
-                hopper_attention_kernel if self.is_hopper else attention_kernel
-            )
-        return self.case.program(decode_attention_kernel)
+        kernels = {
+            ("prefill", True): hopper_attention_kernel,
+            ("prefill", False): attention_kernel,
+            ("decode", True): hopper_decode_attention_kernel,
+            ("decode", False): decode_attention_kernel,
+        }
+        return self.case.program(kernels[self.case.op, self.is_hopper])
 
 
 Prefill = functools.partial(AttentionKernelCase, op="prefill")
@@ -169,6 +174,7 @@ CASES = (
     Decode(heads=(14, 2), lengths=(129,), lists="kv_head"),
     Decode(heads=(4, 2), lengths=(193,), lists="head", return_lse=False),
     Decode(heads=(8, 1), lengths=(500,), block_size=16),
+    Decode(heads=(2, 1), lengths=(100,), head_dim=96),
 )
 
 LARGE_CASES = (
@@ -243,6 +249,7 @@ _SHAPES = {
         *_pairs(1, 3, 4, 7, 8),
         Prefill(heads=(32, 8), lengths=(4096,), head_dim=80),
         Pages(heads=(32, 8), lengths=(4096,), head_dim=96),
+        Decode(heads=(32, 8), lengths=(4096,), head_dim=96),
     ],
     "8.0": [
         *_pairs(1, 4, 7),

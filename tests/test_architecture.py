@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 from sketchwalk_jax import KernelConfig, SketchWalkConfig, generate
-from sketchwalk_jax.pallas_kernels.attention import hopper
-from sketchwalk_jax.pallas_kernels.decode_attention import decode_attention
+from sketchwalk_jax.pallas_kernels.attention import hopper as attention
+from sketchwalk_jax.pallas_kernels.decode_attention import hopper as decode_attention
 
 MAX_FRAMES = 10  # from `generate` to the kernel
 
@@ -54,7 +54,7 @@ class Watched:
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("phase", "module", "column"),
-    [("prefill", hopper, 0), ("decode", decode_attention, 1)],
+    [("prefill", attention, 0), ("decode", decode_attention, 1)],
 )
 def test_a_token_goes_the_way_that_the_page_says(
     phase, module, column, page, repository, monkeypatch

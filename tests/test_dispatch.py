@@ -40,10 +40,6 @@ REASONS = {
     "crooked heads": ({"head_dim": 60}, "multiple of 8, not 60"),
     "small blocks": ({"block_size": 16}, "block_size of 64 or 128 in prefill"),
     "smaller blocks": ({"block_size": 8, "num_tokens": 1}, "of 16 or 64 or 128 in decode"),
-    "small heads for a token": (
-        {"head_dim": 32, "num_tokens": 1},
-        "head_dim of 64 or 128 in decode, not 32",
-    ),
 }
 
 
@@ -77,6 +73,14 @@ def test_choice_of_attention_over_lists(reason, monkeypatch):
             choose_implementation("mosaic_gpu", query, block_size=size)
     with pytest.raises(ValueError, match="implementation must be None or one of"):
         choose_implementation("cudnn", query, block_size=size)
+
+
+def test_decode_of_small_heads_takes_the_kernel_only_when_asked_to(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    for head_dim, expected in ((32, "xla"), (64, "mosaic_gpu"), (96, "mosaic_gpu")):
+        query = jax.ShapeDtypeStruct((2, 1, 4, head_dim), jnp.bfloat16)
+        assert choose_implementation(None, query, block_size=64) == expected
+        assert choose_implementation("mosaic_gpu", query, block_size=64) == "mosaic_gpu"
 
 
 def test_dense_attention_behind_a_cache_takes_full_lists(on):
@@ -155,23 +159,24 @@ def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
     )
 
 
-@pytest.mark.parametrize("capability", ["8.0", "9.0"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_tokens_with_heads_that_would_be_padded_are_decoded_by_xla(head_dim, capability, on):
-    on(capability)
+def test_only_hopper_decodes_heads_that_would_be_padded_elsewhere(head_dim, on):
     token = jax.ShapeDtypeStruct((2, 1, 4, head_dim), jnp.bfloat16)
     piece = jax.ShapeDtypeStruct((2, 64, 4, head_dim), jnp.bfloat16)
     dense = {"num_keys": 128, "has_offset": True}
-    expected = "xla" if head_dim == 96 else "mosaic_gpu"
-    assert choose_implementation(None, token, block_size=16) == expected
-    assert dispatch.choose_dense_implementation(None, token, **dense) == expected
-    assert dispatch.choose_dense_implementation(None, piece, **dense) == "mosaic_gpu"
-    if expected == "xla":
-        words = "head_dim of 64 or 128 in decode, not 96"
-        with pytest.raises(NotImplementedError, match=words):
-            choose_implementation("mosaic_gpu", token, block_size=16)
-        with pytest.raises(NotImplementedError, match=words):
-            dispatch.choose_dense_implementation("mosaic_gpu", token, **dense)
+    for capability in ("8.0", "9.0"):
+        on(capability)
+        is_taken = capability == "9.0" or head_dim != 96
+        expected = "mosaic_gpu" if is_taken else "xla"
+        assert choose_implementation(None, token, block_size=16) == expected
+        assert dispatch.choose_dense_implementation(None, token, **dense) == expected
+        assert dispatch.choose_dense_implementation(None, piece, **dense) == "mosaic_gpu"
+        if not is_taken:
+            words = "head_dim of 64 or 128 in decode on this GPU, not 96"
+            with pytest.raises(NotImplementedError, match=words):
+                choose_implementation("mosaic_gpu", token, block_size=16)
+            with pytest.raises(NotImplementedError, match=words):
+                dispatch.choose_dense_implementation("mosaic_gpu", token, **dense)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +223,11 @@ def test_each_gpu_gets_its_kernel_in_a_gradient_and_on_a_mesh(on):
     token = jax.ShapeDtypeStruct((1, 1, 2, 64), jnp.bfloat16)
     own = jax.eval_shape(lambda: full_selection(jnp.array([[1]]), 2))
     arguments = {"prefill": (shape, shape, shape, lists), "decode": (token, shape, shape, own)}
-    for capability, kernel in (("8.0", "attention_kernel"), ("9.0", "hopper_attention_kernel")):
-        wanted = {"prefill": kernel, "decode": "block_sparse_decode"}
+    kernels = {
+        "8.0": {"prefill": "attention_kernel", "decode": "block_sparse_decode"},
+        "9.0": {"prefill": "hopper_attention_kernel", "decode": "hopper_decode_attention_kernel"},
+    }
+    for capability, wanted in kernels.items():
         on(capability)
         for phase, function in itertools.product(arguments, (gradient, on_mesh)):
             jax.clear_caches()  # traces are cached: a real process has one kind of GPU

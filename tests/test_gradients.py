@@ -206,6 +206,13 @@ KERNELS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.interpreted
+def test_the_gradient_of_a_token_is_the_same_with_the_kernel_for_other_gpus(monkeypatch):
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "8.0")
+    test_kernels_go_forward_and_gradients_are_the_same(KERNELS[1], monkeypatch)
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "case",

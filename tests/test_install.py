@@ -215,6 +215,7 @@ LOADED = {
     "params plans quantized qwen rope tensor_files transformer weights",
     "pallas_kernels": "config dispatch",
     "pallas_kernels.attention": "api",
+    "pallas_kernels.decode_attention": "api",
     "pallas_kernels.decode_matmul": "api",
     "pallas_kernels.key_quantization": "api",
     "pallas_kernels.page_scores": "api",

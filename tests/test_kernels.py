@@ -1,6 +1,6 @@
-"""Hopper's prefill kernel against the equations: interpreted, as compiled, or on a GPU.
+"""Hopper's kernels of attention against the equations: interpreted, as compiled, or on a GPU.
 
-These tests also call the public functions, for prefill and decode.
+These tests also call the public functions.
 
 On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernels.py`
 """
@@ -26,18 +26,17 @@ from sketchwalk_jax import (
     dense_attention,
 )
 from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.attention import hopper as module
+from sketchwalk_jax.pallas_kernels.attention import hopper as prefill_module
 from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
+from sketchwalk_jax.pallas_kernels.decode_attention import hopper as decode_module
+from sketchwalk_jax.pallas_kernels.decode_attention.hopper import hopper_decode_attention_kernel
 
 ON_GPU = dispatch.is_hopper() and not RUNS_COMPILED
 CONFIG = KernelConfig(interpret=True) if INTERPRET else None
 SEEDS, TIMES = ((0, 1, 2), 2) if ON_GPU else ((0,), 1)  # the interpreter is slow
-CASES = [
-    case
-    for case in attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
-    if case.op == "prefill"
-]
-KEPT = "prefill-4x2-H64-T250"  # the interpreter's only default case
+KERNELS = {"prefill": hopper_attention_kernel, "decode": hopper_decode_attention_kernel}
+CASES = attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
+KEPT = ("prefill-4x2-H64-T250", "decode-8x1-H128-T500")  # the interpreter's default cases
 
 # Before JAX 0.12, the interpreter makes every thread wait for every barrier.
 CAN_INTERPRET_PREFILL = jax.__version_info__ >= (0, 12)
@@ -58,7 +57,7 @@ def skip_unless_it_runs(op):
 
 @functools.cache
 def compiled(case):
-    function, shapes = case.program(hopper_attention_kernel, kernel_config=CONFIG)
+    function, shapes = case.program(KERNELS[case.op], kernel_config=CONFIG)
     return jax.jit(function), shapes
 
 
@@ -73,7 +72,7 @@ def run(case, arguments, capfd):
     "case", slow_unless(lambda case: str(case).startswith(KEPT), CASES), ids=str
 )
 def test_attention_equals_the_reference(case, seed, capfd):
-    skip_unless_it_runs("prefill")
+    skip_unless_it_runs(case.op)
     arguments, mask = kernel_draws.draw_attention(case, seed)
     assert_attention(case, arguments, mask, run(case, arguments, capfd))
 
@@ -193,9 +192,23 @@ def test_public_functions_take_the_kernels(name):
 @pytest.mark.parametrize("programs", [1, 3])
 def test_each_of_few_programs_takes_tile_after_tile(programs, head_dim, capfd, monkeypatch):
     skip_unless_it_runs("prefill")
-    monkeypatch.setattr(module, "num_multiprocessors", lambda: programs)
+    monkeypatch.setattr(prefill_module, "num_multiprocessors", lambda: programs)
     case = Prefill(heads=(4, 2), lengths=(200, 70), head_dim=head_dim)
-    function, _ = case.program(hopper_attention_kernel, kernel_config=CONFIG)
+    assert_attention_of_a_new_program(case, capfd)
+
+
+# Splits from 5 on halve the buffers; steps of 128 keys have two blocks.
+@pytest.mark.slow
+@pytest.mark.parametrize(("splits", "step"), [(1, 64), (2, 64), (5, 64), (2, 128)])
+def test_sizes_of_decode_change_nothing_beyond_rounding(splits, step, capfd, monkeypatch):
+    monkeypatch.setattr(decode_module, "num_splits", lambda *_, **__: splits)
+    monkeypatch.setattr(decode_module, "_STEP", step)
+    case = Decode(heads=(4, 2), lengths=(500, 70))
+    assert_attention_of_a_new_program(case, capfd)
+
+
+def assert_attention_of_a_new_program(case, capfd):
+    function, _ = case.program(KERNELS[case.op], kernel_config=CONFIG)
     arguments, mask = kernel_draws.draw_attention(case, 0)
     kernel_draws.poison(jax.eval_shape(function, *arguments))
     assert_attention(case, arguments, mask, jax.jit(function)(*arguments))
@@ -241,18 +254,19 @@ NOT_FINITE = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize("case", [x for x in NOT_FINITE if x.op == "prefill"], ids=str)
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
 def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
-    skip_unless_it_runs("prefill")
+    skip_unless_it_runs(case.op)
     arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 0))
     kernel_draws.assert_spoilt_reaches_those_who_see(
         functools.partial(run, case, capfd=capfd), case, arguments, mask, seeds=9 if ON_GPU else 2
     )
 
 
-def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words():
-    case = Prefill(heads=(2, 1), lengths=(64,), head_dim=64)
-    function, _ = case.program(hopper_attention_kernel, kernel_config=KernelConfig(interpret=True))
+@pytest.mark.parametrize("op", KERNELS)
+def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op):
+    case = AttentionKernelCase(op=op, heads=(2, 1), lengths=(64,), head_dim=64)
+    function, _ = case.program(KERNELS[op], kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):

@@ -61,7 +61,7 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
     program = jax.jit(run, static_argnames="implementation")
     if ON_GPU:
         text = program.lower(params, tokens, implementation=None).as_text()
-        assert "block_sparse_decode" in text
+        assert "hopper_decode_attention_kernel" in text
         assert ("hopper_attention_kernel" in text) == ("prefill" in GENERATION[name].phases)
         assert "mosaic_gpu" not in program.lower(params, tokens, implementation="xla").as_text()
     keys = program(params, tokens, implementation=None)
@@ -140,8 +140,8 @@ def test_a_model_decodes_with_all_kernels_as_without(gpu, is_tied):
 @pytest.mark.slow
 @needs_kernels
 def test_attention_reads_the_pages_that_are_listed():
-    from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
-        decode_attention_kernel,
+    from sketchwalk_jax.pallas_kernels.decode_attention.hopper import (
+        hopper_decode_attention_kernel,
     )
 
     shape = heads, kv_heads, head_dim, blocks = 4, 2, 64, 20
@@ -150,7 +150,7 @@ def test_attention_reads_the_pages_that_are_listed():
     rng = np.random.default_rng(1)
     size = (1, 4, blocks * SIZE, kv_heads, head_dim)
     key, value = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for _ in range(2))
-    found, _ = decode_attention_kernel(
+    found, _ = hopper_decode_attention_kernel(
         queries,
         key,
         value,

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.attention import xla
 from sketchwalk_jax.pallas_kernels.attention.api import prompt_kernel
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.decode_attention.api import token_kernel
 from sketchwalk_jax.selection import BlockSelection
 
 
@@ -153,12 +154,7 @@ def attend_lists(
             "kernel_config": options.kernel_config,
         }
         if first_block is None:
-            # Import here: Pallas takes long to import, and few callers need it.
-            from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
-                decode_attention_kernel,
-            )
-
-            found: Any = decode_attention_kernel(*arrays, **where)
+            found: Any = token_kernel()(*arrays, **where)
         else:
             where |= {"row_size": selection.queries_per_row, "first_block": first_block}
             found = prompt_kernel()(*arrays, **where)
