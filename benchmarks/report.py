@@ -32,6 +32,7 @@ PAGES = (
     HERE.parent / "README.md",
     HERE / "KERNELS.md",
     HERE / "QUALITY.md",
+    HERE.parent / "docs" / "several_gpus.md",
     *sorted((HERE / "appendix").glob("*.md")),
 )
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)

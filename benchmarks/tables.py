@@ -203,6 +203,18 @@ TIMES: dict[str, Table] = {
         },
         has_gaps=True,
     ),
+    "scale-four": Table(
+        file="scale_out_four.json",
+        command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
+        where={"error": None},
+        adapt=spread,
+        lines=("model", "load", "gpus"),
+        columns={
+            "First token": ({"phase": "prefill"}, beside_one),
+            "Each further token": ({"phase": "decode"}, beside_one),
+        },
+        has_gaps=True,
+    ),
     "kernels": Table(
         file="kernels.json",
         command="python benchmarks/kernels.py",

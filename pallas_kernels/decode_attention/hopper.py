@@ -62,7 +62,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """What is static about a call.
+    """Static sizes of a call.
 
     Attributes:
       batch: Sequences.
