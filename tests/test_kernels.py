@@ -144,6 +144,14 @@ def test_rows_that_do_not_fit_lists_of_pages_are_refused(row_size):
         jax.eval_shape(function, *shapes)
 
 
+@pytest.mark.parametrize("changes", [{"block_size": 32}, {"head_dim": 136}], ids=str)
+def test_tokens_that_the_decode_kernel_cannot_take_are_refused(changes):
+    case = Decode(heads=(2, 1), lengths=(64,), **changes)
+    function, shapes = case.program(hopper_decode_attention_kernel)
+    with pytest.raises(ValueError, match="query and block_size must fit the kernel: it takes a"):
+        jax.eval_shape(function, *shapes)
+
+
 # The public functions shift queries to block boundaries and make lists themselves.
 PUBLIC = {
     "prefill": ((70, 33), None),

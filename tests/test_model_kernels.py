@@ -15,7 +15,7 @@ import test_decode_matmul_kernel
 import tiny
 from test_kernels import CONFIG, ON_GPU
 from test_prompt_selection_kernels import KERNELS, SIZE
-from test_token_selection_kernels import PAGE, PAGES, SCALE, draw_token, select_pages
+from test_token_selection_kernels import PAGE, SCALE, draw_token, select_pages
 from tolerances import tolerance
 from variants import INTERPRET, RUNS_COMPILED
 
@@ -145,7 +145,7 @@ def test_attention_reads_the_pages_that_are_listed():
     )
 
     shape = heads, kv_heads, head_dim, blocks = 4, 2, 64, 20
-    queries, codes, walk, lengths = draw_token(*shape, "random", pages=PAGES, second=17 * SIZE + 21)
+    queries, codes, walk, lengths = draw_token(*shape, "random", second=17 * SIZE + 21)
     lists, _ = select_pages(queries, codes, walk, lengths)
     rng = np.random.default_rng(1)
     size = (1, 4, blocks * SIZE, kv_heads, head_dim)
