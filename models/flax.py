@@ -112,7 +112,7 @@ class CausalLM(nnx.Module):
     Attributes:
      model_config: The model's sizes and switches; static.
      embed: The `nnx.Param` of the embedding.
-     layers: The `nnx.Param`s of all layers, stacked on a leading axis.
+     layers: Each `nnx.Param` of all layers, stacked on a leading axis.
      final_norm: The `nnx.Param` of the last norm.
      lm_head: The `nnx.Param` of the output head, unless the embedding is tied.
 
