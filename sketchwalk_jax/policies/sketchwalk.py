@@ -44,7 +44,7 @@ class SketchSums:
     """Running sums of head means of queries and keys in sketch space.
 
     Attributes:
-      key: Sums over the keys of each block, float32 `[B, J, 1, R]`.
+      query: Sums over the queries of each block, float32 `[B, J, 1, R]`.
       key: The same for keys.
     """
 

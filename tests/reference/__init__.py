@@ -1,7 +1,7 @@
 """Host references beyond `sketchwalk_jax.algorithm`, one sequence at a time.
 
 `printed` has variants of the printed rule, dense layers, and attention with any mask; `released`
-has the rule of the authors' published code. They share no code with the package.
+has the rule of the authors' published code. They share no code with the policies and kernels.
 """
 
 # ruff: noqa: F401
