@@ -44,6 +44,7 @@ from sketchwalk_jax.inference.layer_cache import (  # noqa: E402
 from sketchwalk_jax.inference.sampling import Sampling  # noqa: E402
 from sketchwalk_jax.inference.steps import decode_step, forward, init_cache, prefill  # noqa: E402
 from sketchwalk_jax.models.weights import load, save  # noqa: E402
+from sketchwalk_jax.pallas_kernels import dispatch as dispatch  # noqa: E402
 from sketchwalk_jax.pallas_kernels.config import KernelConfig  # noqa: E402
 from sketchwalk_jax.policies.dense import Dense  # noqa: E402
 from sketchwalk_jax.policies.recommended import RecommendedConfig  # noqa: E402
