@@ -1,5 +1,6 @@
 """Defines the tables of the pages: their results, rows and columns."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,18 @@ def on_a_device(row: Row) -> Iterator[Row]:
         yield row
 
 
+SCALE = Table(
+    file="scale_out.json",
+    command="python benchmarks/scale_out.py --ranks 2",
+    where={"error": None},
+    adapt=spread,
+    lines=("model", "load", "gpus"),
+    columns={
+        "First token": ({"phase": "prefill"}, beside_one),
+        "Each further token": ({"phase": "decode"}, beside_one),
+    },
+    has_gaps=True,
+)
 TIMES: dict[str, Table] = {
     "gains": Table(
         **WHOLE, where=LLAMA | {"batch": 1}, lines=("tokens",), columns=in_phases(AT_02, "0.2")
@@ -191,29 +204,11 @@ TIMES: dict[str, Table] = {
         lines=("weights",),
         columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
     ),
-    "scale": Table(
-        file="scale_out.json",
-        command="python benchmarks/scale_out.py --ranks 2",
-        where={"error": None},
-        adapt=spread,
-        lines=("model", "load", "gpus"),
-        columns={
-            "First token": ({"phase": "prefill"}, beside_one),
-            "Each further token": ({"phase": "decode"}, beside_one),
-        },
-        has_gaps=True,
-    ),
-    "scale-four": Table(
+    "scale": SCALE,
+    "scale-four": dataclasses.replace(
+        SCALE,
         file="scale_out_four.json",
         command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
-        where={"error": None},
-        adapt=spread,
-        lines=("model", "load", "gpus"),
-        columns={
-            "First token": ({"phase": "prefill"}, beside_one),
-            "Each further token": ({"phase": "decode"}, beside_one),
-        },
-        has_gaps=True,
     ),
     "kernels": Table(
         file="kernels.json",
