@@ -1,7 +1,6 @@
 """Fuzzes all input from outside: breaks good input, and checks what the library does with it.
 
     python tests/hostile.py                                 # 2,000 cases, as CI runs them
-    python tests/hostile.py --cases 100000 --seed 7         # a longer run
     python tests/hostile.py --minutes 60 --seed 7           # as many as fit
     python tests/hostile.py --kind gguf --first 1234        # one case again
 
@@ -12,7 +11,9 @@ their own, which restart after a crash. Case `n` of a kind and a seed is the sam
 """
 
 import argparse
+import contextlib
 import copy
+import functools
 import json
 import os
 import random
@@ -87,9 +88,8 @@ def break_json(value: Any, rng: random.Random, changes: int = 2) -> Any:
         elif action < 0.85:
             del node[last]
         elif isinstance(node, dict):
-            node[rng.choice(["", "x", "\x00", f"{last}_", "rope_scaling", "layer_types"])] = node[
-                last
-            ]
+            name = rng.choice(["", "x", "\x00", f"{last}_", "rope_scaling", "layer_types"])
+            node[name] = node[last]
         else:
             node.insert(0, node[last])
     return value
@@ -98,10 +98,7 @@ def break_json(value: Any, rng: random.Random, changes: int = 2) -> Any:
 def to_bytes(value: Any, rng: random.Random) -> bytes:
     """Encodes JSON, and breaks it in some cases."""
     text = json.dumps(value).encode("utf-8", "surrogatepass")
-    action = rng.random()
-    if action < 0.85:
-        return text
-    return break_bytes(text, rng)
+    return text if rng.random() < 0.85 else break_bytes(text, rng)
 
 
 def break_bytes(content: bytes, rng: random.Random) -> bytes:
@@ -140,6 +137,13 @@ class Case:
         gguf_checkpoints.write_gguf(self.gguf)
         self.work = folder / "work"
 
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """Returns the tokenizer of the good checkpoint."""
+        from sketchwalk_jax.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.good)
+
     def copy(self, source: Path) -> Path:
         """Makes a fresh folder of links to the files of a good checkpoint."""
         if self.work.exists():
@@ -156,27 +160,25 @@ class Case:
         (self.work / name).write_bytes(content)
 
 
+SCALINGS: list[Any] = [
+    None,
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "truncate": False},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 8192},
+]
+
+
 def run_config(case: Case, rng: random.Random) -> None:
     """Damages `config.json` and `generation_config.json`."""
     import checkpoints
 
+    from sketchwalk_jax.cli.options import checkpoint_settings
     from sketchwalk_jax.models import ModelConfig
+    from sketchwalk_jax.models.rope import rope_frequencies
 
     raw = checkpoints.tiny_config(rng.choice(["llama", "qwen2", "qwen3"]))
-    scaling = rng.choice(
-        [
-            None,
-            {"type": "linear", "factor": 2.0},
-            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "truncate": False},
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        ]
-    )
+    scaling = rng.choice(SCALINGS)
     name = rng.choice(["rope_scaling", "rope_parameters"])
     raw |= {name: scaling, "layer_types": ["full_attention"] * 2}
     case.copy(case.good)
@@ -184,13 +186,9 @@ def run_config(case: Case, rng: random.Random) -> None:
     if rng.random() < 0.2:
         generation = {"eos_token_id": [1, 2], "do_sample": True, "temperature": 0.6, "top_k": 5}
         case.replace("generation_config.json", to_bytes(break_json(generation, rng), rng))
-        from sketchwalk_jax.cli.options import checkpoint_settings
-
         checkpoint_settings(case.work)
     found = ModelConfig.from_pretrained(case.work)
     assert hash(found) is not None and found.num_layers >= 1 and found.context_length >= 1
-    from sketchwalk_jax.models.rope import rope_frequencies
-
     if found.head_dim < 10**4:
         rope_frequencies(found.rope, found.head_dim)
 
@@ -204,50 +202,41 @@ def load_it(path: Path) -> None:
     check_params(params, model_config)
 
 
+SHAPES = [[2**62, 2**62], [2**40], [-1], [], [0], None, ["4"], [1] * 1000, [1.5], [2**64]]
+DTYPES = ["F8_E4M3", "I64", "BOOL", "", None, 7, "F64", "BF16"]
+NAMES = ["x", "", "../../x", "model.layers.9.x", "__metadata__"]
+
+
 def break_header(content: bytes, rng: random.Random) -> bytes:
     """Returns a safetensors file with a wrong header."""
     (size,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
-    names = [name for name in header if name != "__metadata__"]
-    one, other = rng.sample(names, 2)
-    action = rng.randrange(10)
-    if action == 0:
-        header[one]["data_offsets"] = rng.choice(
-            [
-                [0, 0],
-                [4, 0],
-                [-1, 4],
-                [2**63, 2**64],
-                [0, len(data) + 4],
-                [0],
-                None,
-                "x",
-                [0.5, 1.5],
-            ]
-        )
-    elif action == 1:
-        header[one]["data_offsets"] = header[other]["data_offsets"]
-    elif action == 2:
-        header[one]["shape"] = rng.choice(
-            [[2**62, 2**62], [2**40], [-1], [], [0], None, ["4"], [1] * 1000, [1.5], [2**64]]
-        )
-    elif action == 3:
-        header[one]["dtype"] = rng.choice(["F8_E4M3", "I64", "BOOL", "", None, 7, "F64", "BF16"])
-    elif action == 4:
-        del header[one]
-    elif action == 5:
-        header[rng.choice(["x", "", "../../x", "model.layers.9.x", "__metadata__"])] = header[one]
-    elif action == 6:
-        header[one]["shape"].reverse()
-    elif action == 7:
-        header["__metadata__"] = rng.choice(SCALARS)
-    elif action == 8:
-        header = break_json(header, rng)
-    else:
-        count = 100_000 if rng.random() < 0.05 else 1000
-        header |= {
-            f"x.{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)
-        }
+    one, other = rng.sample([name for name in header if name != "__metadata__"], 2)
+    match rng.randrange(10):
+        case 0:
+            behind = [0, len(data) + 4]
+            offsets = [behind, [0, 0], [4, 0], [-1, 4], [2**63, 2**64], [0], None, "x", [0.5, 1.5]]
+            header[one]["data_offsets"] = rng.choice(offsets)
+        case 1:
+            header[one]["data_offsets"] = header[other]["data_offsets"]
+        case 2:
+            header[one]["shape"] = rng.choice(SHAPES)
+        case 3:
+            header[one]["dtype"] = rng.choice(DTYPES)
+        case 4:
+            del header[one]
+        case 5:
+            header[rng.choice(NAMES)] = header[one]
+        case 6:
+            header[one]["shape"].reverse()
+        case 7:
+            header["__metadata__"] = rng.choice(SCALARS)
+        case 8:
+            header = break_json(header, rng)
+        case _:
+            empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+            count = 100_000 if rng.random() < 0.05 else 1000
+            header |= {f"x.{i}": empty for i in range(count)}
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     length = len(text) if rng.random() < 0.9 else rng.choice([0, 2**63, len(text) * 2, 2**64 - 1])
     return struct.pack("<Q", length) + text + data
@@ -269,16 +258,8 @@ def run_index(case: Case, rng: random.Random) -> None:
     index = json.loads((case.sharded / name).read_text())
     if rng.random() < 0.3:
         tensor = rng.choice(list(index["weight_map"]))
-        index["weight_map"][tensor] = rng.choice(
-            [
-                "../good/model.safetensors",
-                "/etc/passwd",
-                "config.json",
-                "x.safetensors",
-                ".",
-                "a\\b",
-            ]
-        )
+        elsewhere = ["../good/model.safetensors", "/etc/passwd", "config.json"]
+        index["weight_map"][tensor] = rng.choice([*elsewhere, "x.safetensors", ".", "a\\b"])
     else:
         index = break_json(index, rng)
     case.replace(name, to_bytes(index, rng))
@@ -298,17 +279,14 @@ def run_gguf(case: Case, rng: random.Random) -> None:
         content = break_bytes(content, rng)
     else:
         # Change numbers of the metadata: the four or eight bytes after a key.
-        keys = [
-            match.end() for match in re.finditer(rb"(llama|general|tokenizer)\.[a-z_.]+", content)
-        ]
-        place = rng.choice(keys) + rng.randrange(0, 12)
+        keys = list(re.finditer(rb"(llama|general|tokenizer)\.[a-z_.]+", content))
+        place = rng.choice(keys).end() + rng.randrange(0, 12)
         number = rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.randrange(2**64)])
         content = content[:place] + struct.pack("<Q", number) + content[place + 8 :]
     path = case.folder / "work.gguf"
     path.write_bytes(content)
     if rng.random() < 0.3:
-        tokenizer = load_tokenizer(path)
-        assert len(tokenizer("walk")["input_ids"]) >= 0
+        load_tokenizer(path)("walk")
     else:
         load_it(path)
 
@@ -363,7 +341,7 @@ def run_template(case: Case, rng: random.Random) -> None:
     """Runs chat templates that fail, loop, grow or spy, on messages of any kind."""
     from sketchwalk_jax.text.tokenizer import apply_chat_template
 
-    tokenizer = _tokenizer(case)
+    tokenizer = case.tokenizer
     source = rng.choice([*ATTACKS, GOOD_TEMPLATE, GOOD_TEMPLATE])
     if rng.random() < 0.5:
         source = break_bytes(source.encode(), rng)[:10_000].decode("utf-8", "replace")
@@ -376,14 +354,6 @@ def run_template(case: Case, rng: random.Random) -> None:
     assert b"root:" not in bytes(int(token) % 256 for token in text)
 
 
-def _tokenizer(case: Case) -> Any:
-    from sketchwalk_jax.text.tokenizer import load_tokenizer
-
-    if not hasattr(case, "tokenizer"):
-        case.tokenizer = load_tokenizer(case.good)
-    return case.tokenizer
-
-
 def run_prompt(case: Case, rng: random.Random) -> None:
     """Tries prompts of bytes, of 10 MB and of nothing, and tokens of any kind."""
     import numpy as np
@@ -392,22 +362,14 @@ def run_prompt(case: Case, rng: random.Random) -> None:
     from sketchwalk_jax.models import ModelConfig
 
     path = case.folder / "prompt.txt"
-    content = rng.choice(
-        [
-            b"",
-            b"\x00",
-            b"walk\r\n",
-            "né, 你, 👩‍👩‍👧, \u202e\ufeff".encode(),
-            rng.randbytes(100),
-            "".join(chr(rng.randrange(0xD7FF)) for _ in range(200)).encode(),
-            b" " * 100_000,
-            b"<|eos|>" * 10_000,
-        ]
-    )
+    drawn = "".join(chr(rng.randrange(0xD7FF)) for _ in range(200)).encode()
+    long, marks = b" " * 100_000, "né, 你, 👩‍👩‍👧, \u202e\ufeff".encode()
+    fixed = [b"", b"\x00", b"walk\r\n", marks, long, b"<|eos|>" * 10_000]
+    content = rng.choice([*fixed, rng.randbytes(100), drawn])
     if rng.random() < 0.02:
         content = b"walk " * 2_000_000
     path.write_bytes(content)
-    text, tokenizer = prompt.read_source(None, path), _tokenizer(case)
+    text, tokenizer = prompt.read_source(None, path), case.tokenizer
     model_config = ModelConfig.from_pretrained(case.good)
     prompt.check_size(text, tokenizer, model_config=model_config)
     tokens = prompt.tokenize(tokenizer, text, is_chat=rng.random() < 0.3, system=None)
@@ -482,38 +444,35 @@ FOR_USERS = (ValueError, NotImplementedError, OSError)
 
 
 def work(kind: str, seed: int, first: int, count: int, until: float, report: Path) -> None:
-    """Runs cases in this process; prints a line when one begins and when one fails."""
+    """Runs cases in this process; writes a line of JSON when one begins and when one ends."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax  # noqa: F401  (its memory is not the cases')
 
     with tempfile.TemporaryDirectory() as folder, report.open("a", encoding="utf-8") as file:
         case = Case(Path(folder))
-        try:
+        with contextlib.suppress(*FOR_USERS):
             RUN[kind](case, random.Random(0))  # imports before memory is limited
-        except FOR_USERS:
-            pass
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
-        for index in range(first, first + count):
+        for case.index in range(first, first + count):
             if time.time() > until:
                 break
-            case.index = index
-            print(f"begin {index}", file=file, flush=True)
+            print(json.dumps({"case": case.index}), file=file, flush=True)
+            found: dict[str, Any] = {}
             signal.alarm(SECONDS)
             started = time.monotonic()
             try:
-                RUN[kind](case, random.Random(f"{kind} {seed} {index}"))
+                RUN[kind](case, random.Random(f"{kind} {seed} {case.index}"))
             except FOR_USERS:
                 pass
             except BaseException as error:  # noqa: B036  (panics of Rust are no `Exception`)
-                text = "".join(traceback.format_exception(error))[-3000:]
-                found = {"case": index, "error": repr(error)[:300], "trace": text}
-                print(f"finding {json.dumps(found)}", file=file, flush=True)
+                trace = "".join(traceback.format_exception(error))[-3000:]
+                found = {"error": repr(error)[:300], "trace": trace}
             signal.alarm(0)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            seconds = round(time.monotonic() - started, 2)
-            print(f"end {index} {seconds} {peak}", file=file, flush=True)
+            found["seconds"] = round(time.monotonic() - started, 2)
+            found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(json.dumps(found), file=file, flush=True)
 
 
 def fuzz(
@@ -521,7 +480,7 @@ def fuzz(
 ) -> dict[str, Any]:
     """Runs cases of one kind in a subprocess; returns counts and findings."""
     until = time.time() + (minutes * 60 if minutes else 10**9)
-    findings, done, slowest, peak, last = [], 0, 0.0, 0, first + count
+    ended, last = list[dict[str, Any]](), first + count
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         while first < last and time.time() < until:
@@ -532,33 +491,21 @@ def fuzz(
                 capture_output=True,
                 text=True,
             )
-            begun = None
-            for line in report.read_text().splitlines():
-                word, _, rest = line.partition(" ")
-                if word == "begin":
-                    begun = int(rest)
-                elif word == "finding":
-                    findings.append({"kind": kind, "seed": seed} | json.loads(rest))
-                elif word == "end":
-                    _, seconds, resident = rest.split()
-                    done, begun = done + 1, None
-                    slowest, peak = max(slowest, float(seconds)), max(peak, int(resident))
+            lines = [json.loads(line) for line in report.read_text().splitlines()]
+            ended += [a | b for a, b in zip(lines[::2], lines[1::2], strict=False)]
             if process.returncode == 0:
                 break
-            what = "hang" if process.returncode == -signal.SIGALRM else "crash"
-            if begun is None:
+            if len(lines) % 2 == 0:
                 raise RuntimeError(f"{kind} did not start: {process.stderr[-3000:]}")
-            said = process.stderr[-2000:]
-            findings.append(
-                {"kind": kind, "seed": seed, "case": begun, "error": what, "trace": said}
-            )
-            done, first = done + 1, begun + 1
+            what = "hang" if process.returncode == -signal.SIGALRM else "crash"
+            ended.append(lines[-1] | {"error": what, "trace": process.stderr[-2000:]})
+            first = lines[-1]["case"] + 1
     return {
         "kind": kind,
-        "cases": done,
-        "findings": findings,
-        "slowest_s": slowest,
-        "peak_mib": peak >> 20,
+        "cases": len(ended),
+        "findings": [{"kind": kind, "seed": seed} | one for one in ended if "error" in one],
+        "slowest_s": max((one.get("seconds", 0.0) for one in ended), default=0.0),
+        "peak_mib": max((one.get("peak", 0) for one in ended), default=0) >> 20,
     }
 
 
@@ -567,10 +514,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--cases", type=int, default=sum(KINDS.values()), help="of all kinds together"
-    )
-    parser.add_argument("--minutes", type=float, help="instead: as many as fit into this time")
+    parser.add_argument("--minutes", type=float, help="as many cases as fit into this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=tuple(KINDS))
     parser.add_argument("--first", type=int, help="only this case of --kind")
@@ -578,12 +522,8 @@ def main() -> int:
     kinds = [given.kind] if given.kind else list(KINDS)
     total, is_bad = sum(KINDS[kind] for kind in kinds), False
     for kind in kinds:
-        count = max(1, given.cases * KINDS[kind] // total)
-        minutes = None
-        if given.minutes:
-            count, minutes = 10**9, given.minutes * KINDS[kind] / total
-        if given.first is not None:
-            count = 1
+        minutes = given.minutes and given.minutes * KINDS[kind] / total
+        count = 10**9 if minutes else KINDS[kind] if given.first is None else 1
         found = fuzz(kind, seed=given.seed, first=given.first or 0, count=count, minutes=minutes)
         print(
             f"{kind:12} {found['cases']:7} cases, {len(found['findings'])} findings, slowest "

@@ -36,12 +36,8 @@ class Hub:
         self._may_go_on = threading.Event()
 
     def __enter__(self) -> Self:
-        hub = self
-
-        class Handler(_Handler):
-            served = hub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (_Handler,), {"served": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
@@ -104,21 +100,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, file: Path, *, has_body: bool) -> None:
         content, span = file.read_bytes(), self.headers.get("Range")
         start = int(span.removeprefix("bytes=").partition("-")[0]) if span else 0
-        if has_body:
-            self.served.asked.append((file.name, span))
-        self.send_response(206 if span else 200)
+        headers = {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if span:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        for key, value in {
-            "Content-Length": len(content) - start,
-            "ETag": f'"{_digest(file)}"',
-            "X-Repo-Commit": COMMIT,
-            "Accept-Ranges": "bytes",
-        }.items():
-            self.send_header(key, str(value))
-        self.end_headers()
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self._begin(206 if span else 200, len(content) - start, headers)
         if not has_body:
             return
+        self.served.asked.append((file.name, span))
         middle = start + (len(content) - start) // 2
         try:
             self._write(content[start:middle])
@@ -142,17 +130,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _json(self, value: Any) -> None:
         content = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+        self._begin(200, len(content), {"Content-Type": "application/json"})
         self.wfile.write(content)
 
     def _refuse(self, status: int, code: str, message: str) -> None:
+        self._begin(status, 0, {"X-Error-Code": code, "X-Error-Message": message})
+
+    def _begin(self, status: int, size: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", message)
-        self.send_header("Content-Length", "0")
+        for name, value in (headers | {"Content-Length": str(size)}).items():
+            self.send_header(name, value)
         self.end_headers()
 
 

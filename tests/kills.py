@@ -29,8 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 
 # Each continues after the last kill, and prints a number when a version is finished.
-WRITERS = {
-    "orbax": """
+_VERSIONS = """
 from tiny import MODEL, params
 from sketchwalk_jax.models import load, save
 try:
@@ -40,25 +39,19 @@ except FileNotFoundError:
 tree = params()
 for count in range(first + 1, first + 1000):
     tree["final_norm"]["scale"] = jnp.full((MODEL.hidden_size,), float(count))
-    save(target, tree, MODEL, overwrite=True)
+    {write}
     print(count, flush=True)
-""",
+"""
+WRITERS = {
+    "orbax": _VERSIONS.format(write="save(target, tree, MODEL, overwrite=True)"),
     "safetensors": """
 sys.path.insert(0, root + "/training")
 from tokenizers import Tokenizer, models
 from export import export
-from tiny import MODEL, params
-from sketchwalk_jax.models import load
-try:
-    first = int(load(target)[0]["final_norm"]["scale"][0])
-except FileNotFoundError:
-    first = 0
-tree, tokenizer = params(), Tokenizer(models.BPE())
-for count in range(first + 1, first + 1000):
-    tree["final_norm"]["scale"] = jnp.full((MODEL.hidden_size,), float(count))
-    export(Path(target), tree, tokenizer, model_config=MODEL, metrics={}, card=str(count))
-    print(count, flush=True)
-""",
+tokenizer = Tokenizer(models.BPE())
+about = {"metrics": {}, "card": "a model"}
+"""
+    + _VERSIONS.format(write="export(Path(target), tree, tokenizer, model_config=MODEL, **about)"),
     "results": """
 import quality_rows
 from sketchwalk_jax.evaluation.results import ResultsFile
@@ -117,12 +110,6 @@ def kill_writer(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, 
     return {"kind": kind, "kills": kills, "seed": seed, "versions": finished}
 
 
-EVALUATION = (
-    "--policy streaming --density 0.2 --set dense_layers=1 --tokens 512 --task single_needle "
-    "--task text_loss --prompts 2 --probe-prompts 1"
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A command that ends.
@@ -138,6 +125,12 @@ class Run:
     finished: Callable[[Path], Any]
     result: Callable[[Path], Any]
     server: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def sketchwalk(words: str, **options: Path) -> list[str]:
+    """Returns a command line of `sketchwalk` with more options that are paths."""
+    more = [text for name, path in options.items() for text in (f"--{name}", str(path))]
+    return [sys.executable, "-m", "sketchwalk_jax", *words.split(), *more]
 
 
 def evaluation(folder: Path) -> Run:
@@ -163,11 +156,15 @@ def evaluation(folder: Path) -> Run:
         assert [path.name for path in out.iterdir()] == ["quality.json"]
         return sorted(rows(out))
 
-    def command(out: Path) -> list[str]:
-        words = [sys.executable, "-m", "sketchwalk_jax", "eval", *EVALUATION.split()]
-        return [*words, "--model", str(model), "--out", str(out / "quality.json")]
-
-    return Run(command, lambda out: _Growing(rows(out)), result)
+    words = (
+        "eval --policy streaming --density 0.2 --set dense_layers=1 --tokens 512 "
+        "--task single_needle --task text_loss --prompts 2 --probe-prompts 1"
+    )
+    return Run(
+        lambda out: sketchwalk(words, model=model, out=out / "quality.json"),
+        lambda out: _Growing(rows(out)),
+        result,
+    )
 
 
 class _Growing(list[str]):
@@ -205,12 +202,12 @@ def prompts(folder: Path) -> Run:
         assert indices == list(range(len(texts)))
         return {path.name for path in out.iterdir()}, content
 
-    def command(out: Path) -> list[str]:
-        words = "generate --max-new-tokens 6 --temperature 1 --batch 4 --policy dense".split()
-        words += ["--model", str(model), "--prompts", str(lines), "--out", str(out / "texts.jsonl")]
-        return [sys.executable, "-m", "sketchwalk_jax", *words]
-
-    return Run(command, finished, result)
+    words = "generate --max-new-tokens 6 --temperature 1 --batch 4 --policy dense"
+    return Run(
+        lambda out: sketchwalk(words, model=model, prompts=lines, out=out / "texts.jsonl"),
+        finished,
+        result,
+    )
 
 
 # Loads without network first: half a download must not load.
@@ -265,8 +262,7 @@ def download(folder: Path) -> Run:
         return found
 
     def command(out: Path) -> list[str]:
-        code = _DOWNLOAD.format(environment=hub.environment(out))
-        return [sys.executable, "-c", code]
+        return [sys.executable, "-c", _DOWNLOAD.format(environment=hub.environment(out))]
 
     return Run(command, finished, result, server=hub)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import checkpoints
 import jax
-import numpy as np
 import pytest
 
 from sketchwalk_jax import language_model
@@ -37,7 +37,7 @@ def refuse(capsys: pytest.CaptureFixture[str]):
         assert out == ""
         message, _, hint = err.partition("\nTry ")
         assert message.startswith("error: ")
-        assert bool(hint) == (status == 2)
+        assert hint.endswith(" --help'.\n") if status == 2 else not hint
         return message
 
     return refuse
@@ -93,11 +93,8 @@ MISTAKES = {
     "mesh of sequences": (["--mesh", "data=2"], "--mesh must be tensor=RANKS, sequence=RANKS or"),
     "mesh of too many": (["--mesh", "tensor=4,sequence=64"], "--mesh must have at most the "),
     "chunk of 0": (["--chunk-size", 0], "--chunk-size must be a positive multiple of"),
-    "unknown dtype": (["--dtype", "int8"], "--dtype must be one of ('float32', 'float16'"),
-    "unknown weights": (
-        ["--weights", "int4"],
-        "--weights must be one of ('float8', 'int8')",
-    ),
+    "unknown dtype": (["--dtype", "int8"], "'--dtype': Value error, 'int8' is not one of 'float3"),
+    "unknown weights": (["--weights", "int4"], "'int4' is not one of 'float8', 'int8'"),
     "no new tokens": (["--max-new-tokens", 0], "'--max-new-tokens'"),
     "pieces of no token": (["--stream-every", 0], "'--stream-every'"),
     "negative seed": (["--seed", -1], "'--seed'"),
@@ -119,6 +116,52 @@ def test_mistake_on_the_command_line_is_named(arguments, message, model, refuse,
         prompt = [] if "--prompt" in arguments else ["--prompt", "a"]
         arguments = ["generate", "--model", model, *prompt, *arguments]
     assert message in refuse(2, *arguments)
+
+
+# The options that `generate` shares are in the table above.
+OF_OTHER_COMMANDS = [
+    ("eval --policy kascade", "--policy must be one of ('dense',"),
+    ("eval --preset a", "--preset must be one of ('recommended',"),
+    ("eval --phase middle", "--phase must be one of"),
+    ("eval --task needle", "--task must be one of ('single_needle',"),
+    ("eval --density 0", "--density must be in (0, 1], got 0.0"),
+    ("eval --set gamma", "--set must be FIELD=VALUE, got 'gamma'"),
+    ("eval --set beta2=1", "--set must be of a policy that is run, got 'beta2'"),
+    ("eval --set gamma=2", "--set gamma must be in [0, 1], got 2"),
+    ("eval --tokens 500", "--tokens must be multiples of 64, got 500"),
+    ("eval --tokens 512 --tokens 1024", "--tokens must not exceed the model's context"),
+    ("eval --prompts 0", "--prompts must be a positive integer, got 0"),
+    ("eval --tokens 512 --text-tail 2", "--text-tail must be in (0, 1], got 2"),
+    ("eval --tokens 512 --text none.txt", "--text must be a readable UTF-8 file"),
+    ("bench --preset a", "--preset must be one of ('recommended',"),
+    ("bench --tokens 100000", "--tokens must not exceed the model's context of"),
+    ("bench --tokens 5", "Invalid value for '--tokens': Input should be greater than or"),
+    ("demo --tokens 513", "--tokens must not exceed the model's context of 512"),
+    ("demo --tokens 319 --facts 2", "--tokens must be at least 320 for 2 facts, got 319"),
+    ("demo --facts 0", "Invalid value for '--facts'"),
+    ("demo --facts 17", "Invalid value for '--facts'"),
+    ("demo --phase all", "--phase must be one of ('both',"),
+    ("demo --policy dense", "--policy must be one of ('streaming', "),
+    ("demo --out a.txt", "--out must end in one of ('.png', '.pdf', '.svg')"),
+    ("demo --out b/a.png", "--out must lie in an existing folder, got 'b/a.png'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), OF_OTHER_COMMANDS)
+@pytest.mark.unchecked
+def test_mistake_of_another_command_is_named_before_anything_is_read(
+    words, message, model, tmp_path, refuse, without_weights, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    command, *arguments = words.split()
+    assert refuse(2, command, "--model", model, *arguments).startswith(f"error: {message}")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_sampling_is_checked_before_a_checkpoint_is_looked_for(tmp_path, refuse):
+    wrong = ["--prompt", "a", "--top-p", 2]
+    message = refuse(2, "generate", "--model", tmp_path / "missing", *wrong)
+    assert "--top-p must be in [0, 1]" in message
 
 
 @pytest.mark.parametrize("command", ["generate", "info"])
@@ -153,17 +196,17 @@ def test_a_directory_of_other_weights_is_refused(command, status, model, tmp_pat
     ],
     ids=["empty", "not UTF-8", "too long"],
 )
-@pytest.mark.parametrize("source", ["file", "standard input"])
+@pytest.mark.parametrize("source", ["--prompt-file", "standard input", "--prompt"])
 def test_bad_prompt_is_refused(
     source, content, message, tmp_path, model, refuse, without_weights, monkeypatch
 ):
-    arguments = ["generate", "--model", model, "--max-new-tokens", 8]
-    if source == "file":
-        (tmp_path / "prompt.txt").write_bytes(content)
-        arguments += ["--prompt-file", tmp_path / "prompt.txt"]
-    else:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    assert message in refuse(1, *arguments)
+    (tmp_path / "prompt.txt").write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    given = {"--prompt-file": tmp_path / "prompt.txt", "--prompt": os.fsdecode(content)}
+    arguments = [source, given[source]] if source in given else []
+    refused = refuse(1, "generate", "--model", model, "--max-new-tokens", 8, *arguments)
+    assert message in refused
+    assert source in refused or str(given["--prompt-file"]) in refused or "got 505" in refused
 
 
 @pytest.mark.parametrize(
@@ -188,10 +231,6 @@ def test_ten_megabytes_are_refused_before_they_are_cut(
     path = tmp_path / "prompt.txt"
     assert message in refuse(1, "generate", "--model", model, "--prompt-file", path)
     assert sum(cut) <= 16 * 512  # in characters; tokenizing the whole text takes two gigabytes
-
-
-def test_empty_prompt_option_is_refused(model, refuse, without_weights):
-    assert "got no bytes from --prompt" in refuse(1, "generate", "--model", model, "--prompt", "")
 
 
 def test_terminal_is_not_read_as_the_prompt(model, refuse, monkeypatch):
@@ -228,25 +267,9 @@ def truncate(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
-def with_integers(model: Path) -> None:
-    tensors = checkpoints.random_tensors(checkpoints.tiny_config())
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int32)
-    checkpoints.write_tensors(model, tensors)
-
-
-def without_a_tensor(model: Path) -> None:
-    tensors = checkpoints.random_tensors(checkpoints.tiny_config())
-    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
-    checkpoints.write_tensors(model, tensors | {"extra.weight": np.zeros(3, np.float32)})
-
-
 BEFORE_WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda model: (model / "config.json").unlink(), "config.json does not exist"),
     "config cut off": (lambda model: truncate(model / "config.json", 20), "must be a JSON file"),
-    "unknown architecture": (
-        lambda model: edit_json(model / "config.json", model_type="mamba"),
-        "model_type must be one of ('llama', 'qwen2', 'qwen3'), got 'mamba'",
-    ),
     "unsupported feature": (
         lambda model: edit_json(model / "config.json", attn_logit_softcapping=30.0),
         "attn_logit_softcapping=30.0",
@@ -258,10 +281,6 @@ BEFORE_WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer cut off": (
         lambda model: truncate(model / "tokenizer.json", 100),
         "cannot be opened: EOF while parsing",
-    ),
-    "tokenizer of no kind": (
-        lambda model: (model / "tokenizer.json").write_text('{"version": "1.0"}'),
-        "cannot be opened: ",
     ),
     "tokens beyond the vocabulary": (
         lambda model: edit_json(model / "config.json", vocab_size=64),
@@ -300,33 +319,10 @@ def test_bad_checkpoint_is_refused_before_its_weights_are_read(
     assert message in refuse(1, "generate", "--model", model, "--prompt", "my", *options)
 
 
-WEIGHTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
-    "no weights": (lambda model: (model / "model.safetensors").unlink(), ("got neither",)),
-    "only pickles": (
-        lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
-        ("got ['pytorch_model.bin']", "safetensors version"),
-    ),
-    "cut off": (
-        lambda model: truncate(model / "model.safetensors", 5000),
-        ("truncated or corrupt", "download it again"),
-    ),
-    "no safetensors": (
-        lambda model: (model / "model.safetensors").write_bytes(b"version https://git-lfs"),
-        ("a pointer of Git LFS", "git lfs pull"),
-    ),
-    "integers": (with_integers, ("model.norm.weight",)),
-    "missing and unknown": (
-        without_a_tensor,
-        ("model.norm.weight", "model.layers.1.mlp.up_proj.weight", "extra.weight"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("break_it", "messages"), WEIGHTS.values(), ids=WEIGHTS)
-def test_bad_weights_are_refused(break_it, messages, model, refuse):
-    break_it(model)
-    for part in messages:
-        assert part in refuse(1, "generate", "--model", model, "--prompt", "a")
+def test_bad_weights_are_refused(model, refuse):
+    truncate(model / "model.safetensors", 5000)
+    message = refuse(1, "generate", "--model", model, "--prompt", "a")
+    assert "truncated or corrupt" in message and "download it again" in message
 
 
 def test_full_memory_says_what_to_do(model, refuse, monkeypatch):

@@ -36,32 +36,6 @@ def test_table_has_a_line_for_every_policy_density_and_phase():
     assert found[0][-2:] == [f"{loss.text_loss:.2f}", f"{every.exact:.2f}"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--policy", "kascade"], "--policy must be one of ('dense',"),
-        (["--preset", "a"], "--preset must be one of ('recommended',"),
-        (["--phase", "middle"], "--phase must be one of"),
-        (["--task", "needle"], "--task must be one of ('single_needle',"),
-        (["--density", "0"], "--density must be in (0, 1], got 0.0"),
-        (["--set", "gamma"], "--set must be FIELD=VALUE, got 'gamma'"),
-        (["--set", "beta2=1"], "--set must be of a policy that is run, got 'beta2'"),
-        (["--set", "gamma=2"], "--set gamma must be in [0, 1], got 2"),
-        (["--tokens", "500"], "--tokens must be multiples of 64, got 500"),
-        (["--tokens", "512", "--tokens", "1024"], "--tokens must not exceed the model's context"),
-        (["--prompts", "0"], "--prompts must be a positive integer, got 0"),
-        (["--tokens", "512", "--text-tail", "2"], "--text-tail must be in (0, 1], got 2"),
-        (["--tokens", "512", "--text", "none.txt"], "--text must be a readable UTF-8 file"),
-    ],
-)
-@pytest.mark.unchecked
-def test_usage_errors(model, capsys, options, message):
-    assert cli.main(["eval", "--model", str(model), *options]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {message}")
-    assert err.endswith("Try 'sketchwalk eval --help'.\n")
-
-
 @pytest.mark.unchecked
 def test_results_of_something_else_are_not_overwritten(model, tmp_path, capsys):
     out = tmp_path / "quality.json"

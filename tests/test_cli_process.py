@@ -43,15 +43,6 @@ def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, progra
     assert list(tmp_path.glob("sketchwalk-jax/compiled/*start_decoding*"))
 
 
-def test_jax_settings_for_compiled_programs_are_respected(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
-    before = jax.config.jax_compilation_cache_dir
-    compiled.keep_compiled_programs()
-    assert jax.config.jax_compilation_cache_dir == before
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.fixture
 def fresh_settings(tmp_path: Path, monkeypatch):
     """Sets JAX's cache options as in a new process; restores the tests' options afterwards."""
@@ -89,17 +80,17 @@ def test_calls_keep_compiled_programs_unless_told_otherwise(name, fresh_settings
     assert jax.config.jax_compilation_cache_dir is None  # a later change by the user wins
 
 
-def test_folder_that_cannot_be_made_keeps_no_programs(tmp_path: Path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        compiled.keep_compiled_programs()
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+def test_jax_settings_for_compiled_programs_are_respected(fresh_settings, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    compiled.keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir is None and not list(fresh_settings.iterdir())
+
+
+def test_folder_that_cannot_be_made_keeps_no_programs(fresh_settings, monkeypatch):
+    (fresh_settings / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh_settings / "file"))
+    compiled.keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_closed_pipe_ends_quietly(model: Path, program_environment):
@@ -145,36 +136,34 @@ class _Terminal(io.StringIO):
         return super().write(text)
 
 
-def test_elapsed_time_is_shown_on_a_terminal_and_cleared(monkeypatch):
-    terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with progress.elapsed("reading"):
-        assert terminal.written.wait(60)
-    assert "reading: 00:0" in terminal.getvalue()
-    assert terminal.getvalue().rpartition("\r")[2].strip() == ""
-
-
-def test_short_work_shows_nothing(monkeypatch):
+def test_elapsed_time_is_shown_on_a_terminal_and_cleared_and_short_work_shows_nothing(monkeypatch):
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(progress, "DELAY", 3600.0)
     with progress.elapsed("reading"):
         pass
     assert terminal.getvalue() == ""
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    terminal.written.clear()
+    with progress.elapsed("reading"):
+        assert terminal.written.wait(60)
+    assert "reading: 00:0" in terminal.getvalue()
+    assert terminal.getvalue().rpartition("\r")[2].strip() == ""
 
 
 def test_a_log_gets_a_line_now_and_then_and_nothing_for_short_work(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
-    with progress.elapsed("reading"), progress.progress_bar(2, "writing", unit=" files") as bar:
-        bar.update(1)
-    assert log.getvalue() == ""
+
+    def work(num_lines: int) -> list[str]:
+        with progress.elapsed("reading"), progress.progress_bar(2, "writing", unit=" files") as bar:
+            bar.update(1)
+            while log.getvalue().count("\n") < num_lines:
+                time.sleep(0.01)
+        return log.getvalue().splitlines()
+
+    assert work(0) == []
     monkeypatch.setattr(progress, "LINE_EVERY", 0.05)
-    with progress.elapsed("reading"), progress.progress_bar(2, "writing", unit=" files") as bar:
-        bar.update(1)
-        while log.getvalue().count("\n") < 4:
-            time.sleep(0.01)
-    lines = set(log.getvalue().splitlines())
+    lines = work(4)
     assert "reading: 00:00" in lines
     assert any(re.fullmatch(r"writing: 1 of 2 files in 00:0\d, .* left", line) for line in lines)

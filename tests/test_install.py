@@ -83,25 +83,21 @@ def decoy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _package_folders(repository: Path) -> dict[str, Path]:
-    """Returns every folder that is a package, by the name under which it must be installed."""
+def _mapped_files(repository: Path) -> dict[str, Path]:
+    """Returns every file of the packages by its path in the wheel."""
     found = {}
     for folder, package in MAPPED.items():
-        for module in (repository / folder).rglob("__init__.py"):
-            inner = module.parent.relative_to(repository / folder).parts
-            found[".".join((package, *inner))] = module.parent
+        for path in (repository / folder).rglob("*.*"):
+            inner = path.relative_to(repository / folder)
+            found[f"{package.replace('.', '/')}/{inner.as_posix()}"] = path
     return found
 
 
 def _data_files(repository: Path) -> set[str]:
     """Returns every data file of the packages, by its path in the wheel."""
-    found = set()
-    for folder, package in MAPPED.items():
-        for path in (repository / folder).rglob("*"):
-            if path.suffix in DATA_SUFFIXES and path.is_file():
-                inner = path.relative_to(repository / folder)
-                found.add(f"{package.replace('.', '/')}/{inner.as_posix()}")
-    return found
+    return {
+        name for name, path in _mapped_files(repository).items() if path.suffix in DATA_SUFFIXES
+    }
 
 
 def _requirements(requirement: Requirement) -> list[str]:
@@ -115,28 +111,27 @@ def _requirements(requirement: Requirement) -> list[str]:
     return lines
 
 
-IMPORT_ALL = f"import {', '.join(PUBLIC_MODULES)}, json, sys\n" + (
-    f"print(json.dumps([sys.modules[name].__file__ for name in {PUBLIC_MODULES}]))"
-)
-
-BUNDLED = "from sketchwalk_jax.models import bundled_model; print(bundled_model(), end='')"
+# Prints the files of the public modules, and the folder of the bundled model.
+IMPORT_ALL = f"""
+import {", ".join(PUBLIC_MODULES)}, json, sys
+files = [sys.modules[name].__file__ for name in {PUBLIC_MODULES}]
+print(json.dumps([*files, str(sketchwalk_jax.models.bundled_model())]))
+"""
 
 
 def test_every_package_folder_is_declared(repository: Path, project: dict):
-    assert set(project["tool"]["setuptools"]["packages"]) == set(_package_folders(repository))
+    modules = map(Path, _mapped_files(repository))
+    packages = {".".join(path.parent.parts) for path in modules if path.name == "__init__.py"}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_package_and_nothing_else(repository: Path, distributions):
+def test_distributions_hold_the_package_and_nothing_else(repository: Path, distributions):
     with zipfile.ZipFile(distributions[1]) as wheel:
         names = set(wheel.namelist())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sketchwalk_jax"}
     assert _data_files(repository) <= names
     assert not [name for name in names if re.search(r"(^|/)(tests|notebooks)/|\.ipynb$", name)]
-
-
-@pytest.mark.slow
-def test_source_distribution_holds_no_tests_and_no_notebooks(distributions):
     with tarfile.open(distributions[0]) as sdist:
         folders = {name.split("/")[1] for name in sdist.getnames() if name.count("/") > 1}
     assert folders - {"sketchwalk_jax.egg-info"} == set(MAPPED)
@@ -145,7 +140,6 @@ def test_source_distribution_holds_no_tests_and_no_notebooks(distributions):
 @pytest.mark.slow
 def test_wheel_imports_its_own_files_beside_a_decoy(installed: Path, decoy: Path, run_python):
     files = json.loads(run_python(IMPORT_ALL, python=installed, cwd=decoy))
-    files.append(run_python(BUNDLED, python=installed, cwd=decoy))
     assert all(Path(file).is_relative_to(installed.parents[1]) for file in files)
 
 
@@ -159,7 +153,6 @@ def test_strict_editable_install_imports_beside_a_decoy(
     options = ("--no-deps", "--config-setting", "editable_mode=strict", "--python", python)
     _uv("pip", "install", "--quiet", *options, "--editable", checkout, cwd=folder)
     files = json.loads(run_python(IMPORT_ALL, python=python, cwd=decoy))
-    files.append(run_python(BUNDLED, python=python, cwd=decoy))
     assert all(Path(file).is_relative_to(checkout / "build") for file in files)
 
 
@@ -167,11 +160,10 @@ def test_strict_editable_install_imports_beside_a_decoy(
 def test_checkout_imports_without_an_install(source: Path, run_python, tmp_path: Path):
     python = _environment(tmp_path / "environment")
     code = f"import sys; sys.path.insert(0, {str(source)!r})\n{IMPORT_ALL}"
-    files = json.loads(run_python(code, python=python))
+    *files, bundled = json.loads(run_python(code, python=python))
     folders = [Path(file).parent.resolve() for file in files]
     assert folders == [source / folder for folder in MAPPED]
-    code = f"import sys; sys.path.insert(0, {str(source)!r})\n{BUNDLED}"
-    assert Path(run_python(code, python=python)) == source / "models" / "sketchwalk_8m"
+    assert Path(bundled) == source / "models" / "sketchwalk_8m"
 
 
 @pytest.mark.slow
@@ -305,17 +297,17 @@ def test_plain_install_pulls_neither_cuda_nor_torch(project: dict):
     assert not [name for name, *_ in pulled if re.search("cuda|nvidia|torch|triton", name)]
 
 
-def test_version_is_the_newest_of_the_changelog(repository: Path, run_python):
-    printed = run_python("import sketchwalk_jax; print(sketchwalk_jax.__version__)").strip()
-    headings = re.findall(r"^## \[(\S+)\]", (repository / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert printed == [heading for heading in headings if heading != "Unreleased"][0]
-
-
-def test_the_changelog_dates_the_version_as_the_citation_does(repository: Path):
+def test_the_changelog_begins_with_the_version_and_dates_it_as_the_citation_does(
+    repository: Path, run_python
+):
     changelog = (repository / "CHANGELOG.md").read_text()
     dated = re.search(r"^## \[(\d\S+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
-    citation = (repository / "CITATION.cff").read_text()
     assert dated is not None
+    headings = re.findall(r"^## \[(\S+)\]", changelog, re.MULTILINE)
+    newest = [heading for heading in headings if heading != "Unreleased"][0]
+    printed = run_python("import sketchwalk_jax; print(sketchwalk_jax.__version__)").strip()
+    assert printed == newest == dated[1]
+    citation = (repository / "CITATION.cff").read_text()
     assert f"version: {dated[1]}\ndate-released: {dated[2]}\n" in citation
 
 

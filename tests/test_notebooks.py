@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jupytext
 import nbformat
@@ -28,6 +28,10 @@ def read_cells(path: Path) -> list[dict]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
+def committed(name: str) -> list[dict]:
+    return read_cells(NOTEBOOKS / f"{name}.ipynb")
+
+
 def sources(cells: list[dict]) -> list[tuple[str, str]]:
     return [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
 
@@ -40,19 +44,15 @@ def figures(cells: list[dict]) -> list[int]:
     ]
 
 
-def texts(cells: list[dict]) -> list[str]:
-    """Returns the printed or returned text of each cell."""
+def assert_prints_are_saved(cells: list[dict]) -> list[str]:
+    """Checks that the cells that print have text, and no others; returns the text of each cell."""
     found = []
-    for cell in cells:
-        outputs = cell.get("outputs", [])
+    for kind, source in sources(cells):
+        outputs = cells[len(found)].get("outputs", [])
         parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs]
         found.append("".join("".join(part) for part in parts))
+        assert bool(found[-1]) == (kind == "code" and "print(" in source)
     return found
-
-
-def printing(cells: list[dict]) -> list[bool]:
-    """Returns which cells print something."""
-    return [cell["cell_type"] == "code" and "print(" in "".join(cell["source"]) for cell in cells]
 
 
 @pytest.fixture(scope="module")
@@ -63,24 +63,10 @@ def build() -> ModuleType:
     return module
 
 
-def install_cell(name: str) -> str:
-    return next(code for _, code in sources(committed(name)) if "SOURCE" in code and "pip" in code)
-
-
-def committed(name: str) -> list[dict]:
-    return read_cells(NOTEBOOKS / f"{name}.ipynb")
-
-
 def test_each_source_has_its_notebook():
     assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(FIGURES)
     scripts = {path.stem for path in NOTEBOOKS.glob("*.py")}
     assert scripts - {"build"} == set(FIGURES)
-
-
-@pytest.mark.parametrize("name", sorted(FIGURES))
-def test_both_files_have_the_same_cells(name):
-    cells = jupytext.read(NOTEBOOKS / f"{name}.py").cells
-    assert sources(committed(name)) == sources(cells)
 
 
 @pytest.mark.parametrize(
@@ -103,24 +89,22 @@ def test_runs_top_to_bottom(repository, program_environment, tmp_path, name):
     assert sum(figures(built)) == FIGURES[name]
     if FIGURES[name]:  # its cell contains each
         assert figures(built) == figures(committed(name))
-    assert [bool(text) for text in texts(built)] == printing(built)
+    assert_prints_are_saved(built)
 
 
 @pytest.mark.parametrize("name", sorted(FIGURES))
-def test_what_cells_print_and_draw_is_saved(build, name):
+def test_both_files_have_the_same_cells_and_one_what_they_print_and_draw(build, name):
     cells = committed(name)
+    assert sources(cells) == sources(jupytext.read(NOTEBOOKS / f"{name}.py").cells)
     assert sum(figures(cells)) == FIGURES[name]
-    assert [bool(text) for text in texts(cells)] == printing(cells)
-    assert not [text for text in texts(cells) if build.trace_of_machine(text)]
-
-
-@pytest.mark.parametrize("name", sorted(FIGURES))
-def test_nothing_else_is_saved(name):
-    cells = committed(name)
+    assert not [text for text in assert_prints_are_saved(cells) if build.trace_of_machine(text)]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     kinds = {(o["output_type"], o.get("name"), *o.get("data", {})) for o in outputs}
     assert kinds <= {("stream", "stdout"), ("display_data", None, "image/png")}
     assert all(cell["execution_count"] is None for cell in cells if "outputs" in cell)
+    for before, cell in zip([{}, *cells], cells, strict=False):
+        if cell["cell_type"] == "code":  # short, and behind a sentence
+            assert before["cell_type"] == "markdown" and len(cell["source"]) <= 15
 
 
 def notebook_of(*outputs: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -163,42 +147,27 @@ def test_a_build_takes_addresses_in_the_web_and_fractions(build):
     build.keep_outputs(notebook_of(nbformat.v4.new_output("stream", name="stdout", text=text)))
 
 
-@pytest.mark.parametrize("name", sorted(FIGURES))
-def test_a_sentence_stands_before_each_short_cell(name):
-    cells = committed(name)
-    for place, cell in enumerate(cells):
-        if cell["cell_type"] == "code":
-            assert cells[place - 1]["cell_type"] == "markdown"
-            assert len(cell["source"]) <= 15
-
-
 def run_install_cell(code: str, source: str, monkeypatch, *, status: int = 0) -> tuple[list, list]:
     """Returns the commands of the cell without the package, and whether it restarts."""
-    import importlib.util
-
     commands, restarts = [], []
 
     def run(command, **options):
         commands.append(command)
         return subprocess.CompletedProcess(command, status, "", "no such package")
 
-    class Kernel:
-        def do_shutdown(self, *, restart):
-            restarts.append(restart)
-
-    class Shell:
-        kernel = Kernel()
-
+    kernel = SimpleNamespace(do_shutdown=lambda *, restart: restarts.append(restart))
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         patch.setattr(subprocess, "run", run)
         code = code.replace('SOURCE, EXTRAS = ".."', f"SOURCE, EXTRAS = {source!r}")
-        exec(code, {"get_ipython": Shell})
+        exec(code, {"get_ipython": lambda: SimpleNamespace(kernel=kernel)})
     return commands, restarts
 
 
 def test_the_cell_that_installs_is_the_same_in_all_and_asks_for_what_pip_takes(monkeypatch):
-    (code,) = {install_cell(name) for name in FIGURES}
+    codes = [code for name in FIGURES for _, code in sources(committed(name))]
+    (code,) = {code for code in codes if "SOURCE" in code and "pip" in code}
+    assert codes.count(code) == len(FIGURES)
     commands, restarts = run_install_cell(code, "git+https://host/owner/name", monkeypatch)
     wanted = Requirement(commands[0][-1])
     assert wanted.url == "git+https://host/owner/name" and {"plots", "gguf"} <= wanted.extras

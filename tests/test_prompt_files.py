@@ -4,7 +4,6 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +85,20 @@ def test_what_is_there_is_kept_and_half_a_line_is_written_again(run, tmp_path):
     assert found[:3] + found[4:] == [json.loads(line) for line in lines[:3] + lines[4:]]
 
 
-CHANGES: dict[str, tuple[Callable[[list[Any]], list[Any]], list[object], str]] = {
-    "prompts": (lambda prompts: [*prompts[1:], "more"], [], "of the same prompts, got those of"),
-    "length": (lambda prompts: prompts, ["--top-k", 3], "sampling {'temperature': 0.0"),
-    "phase": (lambda prompts: prompts, ["--phase", "decode"], "phase both there, decode now"),
-    "weights": (lambda prompts: prompts, ["--weights", "int8"], "weights None there, int8 now"),
-}
-
-
-@pytest.mark.parametrize(("change", "more", "message"), CHANGES.values(), ids=CHANGES)
-def test_other_prompts_or_settings_are_refused(change, more, message, run, tmp_path):
+def test_other_prompts_or_settings_are_refused(run, tmp_path):
     run(PROMPTS)
     before = (tmp_path / "texts.jsonl").read_bytes()
-    err = run(change(PROMPTS), *more, status=1)
-    assert message in err and "--overwrite" in err
-    assert (tmp_path / "texts.jsonl").read_bytes() == before
-    run(change(PROMPTS), *more, "--overwrite")
+    for prompts, more, message in (
+        ([*PROMPTS[1:], "more"], [], "of the same prompts, got those of"),
+        (PROMPTS, ["--top-k", 3], "sampling {'temperature': 0.0"),
+        (PROMPTS, ["--phase", "decode"], "phase both there, decode now"),
+        (PROMPTS, ["--weights", "int8"], "weights None there, int8 now"),
+    ):
+        err = run(prompts, *more, status=1)
+        assert message in err and "--overwrite" in err
+        assert (tmp_path / "texts.jsonl").read_bytes() == before
+    run(PROMPTS[1:], "--overwrite")
+    assert len(read_lines(tmp_path / "texts.jsonl")) == len(PROMPTS) - 1
 
 
 MISTAKES = {
@@ -131,51 +128,45 @@ WITH_TOOLS = (
 )
 
 
-def read_with_tools(tmp_path, template: str, line: dict[str, Any], *, is_chat: bool = False) -> str:
-    """Returns the prompt text of a line, in a model with that chat template."""
-    checkpoints.write_checkpoint(tmp_path, tokenizer=True)
-    tokenizer = load_tokenizer(tmp_path)
+def read_with_tools(model, tmp_path, line: dict[str, Any], *, template=WITH_TOOLS, is_chat=False):
+    """Returns the prompt text of a line, for a tokenizer with that chat template."""
+    tokenizer = load_tokenizer(model)
     tokenizer.chat_template = template
     (entry,) = read_prompts(
         write_lines(tmp_path / "prompts.jsonl", [line]),
         tokenizer,
         is_chat=is_chat,
         system=None,
-        model_config=ModelConfig.from_pretrained(tmp_path),
+        model_config=ModelConfig.from_pretrained(model),
         max_new_tokens=NEW,
     )
     return bytes(entry.tokens.tolist()).decode()
 
 
-def test_tools_of_a_line_reach_the_chat_template(tmp_path):
+def test_tools_of_a_line_reach_the_chat_template(model, tmp_path):
     content = MESSAGES["messages"][0]["content"]
-    for line, is_chat in (
-        (MESSAGES | {"tools": TOOLS}, False),
-        ({"prompt": content, "tools": TOOLS}, True),
-    ):
-        found = read_with_tools(tmp_path, WITH_TOOLS, line, is_chat=is_chat)
-        assert found == f"<walk>{content}"
+    found = read_with_tools(model, tmp_path, MESSAGES | {"tools": TOOLS})
+    assert found == f"<walk>{content}"
+    asked = {"prompt": content, "tools": TOOLS}
+    assert read_with_tools(model, tmp_path, asked, is_chat=True) == found
     for none in ([], None):
-        assert read_with_tools(tmp_path, WITH_TOOLS, MESSAGES | {"tools": none}) == content
+        assert read_with_tools(model, tmp_path, MESSAGES | {"tools": none}) == content
 
 
 @pytest.mark.parametrize(
-    ("template", "line", "message"),
+    ("line", "message"),
     [
-        (
-            WITH_TOOLS.replace("tools", "t"),
-            MESSAGES | {"tools": TOOLS},
-            "template of the model has",
-        ),
-        (WITH_TOOLS, {"prompt": "a", "tools": TOOLS}, 'beside "messages", got "prompt"; or pass'),
-        (WITH_TOOLS, MESSAGES | {"tools": "walk"}, '"tools" must be a list of objects, got walk'),
-        (WITH_TOOLS, MESSAGES | {"tools": {}}, '"tools" must be a list of objects, got {}'),
-        (WITH_TOOLS, MESSAGES | {"tools": [3]}, '"tools" must be a list of objects'),
+        (MESSAGES | {"tools": TOOLS}, "template of the model has"),
+        ({"prompt": "a", "tools": TOOLS}, 'beside "messages", got "prompt"; or pass'),
+        (MESSAGES | {"tools": "walk"}, '"tools" must be a list of objects, got walk'),
+        (MESSAGES | {"tools": {}}, '"tools" must be a list of objects, got {}'),
+        (MESSAGES | {"tools": [3]}, '"tools" must be a list of objects'),
     ],
 )
-def test_tools_that_would_be_lost_are_refused(tmp_path, template, line, message):
+def test_tools_that_would_be_lost_are_refused(model, tmp_path, line, message):
+    template = WITH_TOOLS.replace("tools", "t") if message.startswith("template") else WITH_TOOLS
     with pytest.raises(ValueError, match=f"line 1 of .*: .*{message}"):
-        read_with_tools(tmp_path, template, line)
+        read_with_tools(model, tmp_path, line, template=template)
 
 
 @pytest.mark.unchecked

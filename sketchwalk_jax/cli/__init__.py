@@ -6,32 +6,31 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cli import bench, calibrate, chat, demo, evaluate, generate, info, report
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
-from sketchwalk_jax.cli.options import Command
+from sketchwalk_jax.cli.options import field
 
-COMMANDS: dict[str, Callable[..., None] | type[Command]] = {
+COMMANDS = {
     "bench": bench.Bench,
     "calibrate": calibrate.Calibrate,
     "chat": chat.Chat,
     "demo": demo.Demo,
-    "eval": evaluate.evaluate,
+    "eval": evaluate.Evaluate,
     "generate": generate.Generate,
     "info": info.Info,
-    "report": report.report,
+    "report": report.Report,
 }
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def _function(command: Any) -> Callable[..., None]:
     """Makes a function with the parameters and the docstring of a command class."""
-    if not isinstance(command, type):
-        return command
 
     def run(**given: Any) -> None:
         command(**given).run()
@@ -41,27 +40,8 @@ def _function(command: Any) -> Callable[..., None]:
     return run
 
 
-def _as_flags(parameters: list[Any]) -> list[Any]:
-    """Removes `<bool>` after flags, which Typer writes as if they took a value."""
-    for one in parameters:
-        if getattr(one, "is_flag", False):
-            one.metavar = ""
-    return parameters
-
-
-class _Command(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _as_flags(super().get_params(ctx))
-
-
-class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _as_flags(super().get_params(ctx))
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, cls=_Group)
 for _name, _command in COMMANDS.items():
-    app.command(_name, cls=_Command)(_function(_command))
+    app.command(_name)(_function(_command))
 
 
 def _print_version(is_wanted: bool) -> bool:
@@ -73,12 +53,9 @@ def _print_version(is_wanted: bool) -> bool:
 
 @app.callback()
 def _program(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
+    version: bool = field(
+        "--version", "Print the version.", callback=_print_version, is_eager=True
+    ),
 ) -> None:
     """Sketch-and-Walk sparse attention: generate text with Llama and Qwen checkpoints."""
 

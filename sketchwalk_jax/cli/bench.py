@@ -80,10 +80,7 @@ class Bench(options.Command):
 
     def run(self) -> None:
         """Measures what the file lacks, and prints its tables."""
-        directory = options.check_model(self.model)
-        model_config, policy, dtype, _ = options.prepare(
-            directory, preset=self.preset, density=self.density, dtype=self.dtype
-        )
+        directory, model_config, policy, dtype, _ = self.prepare()
         context = model_config.context_length
         lengths = sorted({*(self.tokens or (one for one in LENGTHS if one <= context))})
         options.check_context("--tokens", max(lengths, default=0), model_config)
@@ -177,7 +174,7 @@ def _measure(
     rows = []
     for one, (part, phase) in itertools.product(rules, PARTS.items()):
         times = found[part, one == DENSE]
-        low, median, high = (float(np.quantile(times, share)) for share in (0.25, 0.5, 0.75))
+        low, median, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
         plan = one.plan
         rows.append(
             {
@@ -267,15 +264,7 @@ Pairs = dict[str, dict[int, tuple[float, ...]]]
 
 
 def tables(meta: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Describes a file of results in markdown: the device, times, break-even lengths, answers.
-
-    Args:
-      meta: `meta` of the file.
-      rows: Rows of the file, finished or not.
-
-    Returns:
-      Paragraphs and tables.
-    """
+    """Describes a file of results in markdown: the device, times, break-even lengths, answers."""
     pairs: Pairs = {}
     timed = [row for row in rows if row["task"] in PARTS]
     for row in sorted(timed, key=lambda row: row["policy"] != "dense"):

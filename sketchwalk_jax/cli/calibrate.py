@@ -43,8 +43,8 @@ class Calibrate(options.Command):
         f"{MOST_TOKENS}, or the model's context if that is shorter",
     )
     prompts: int = field("--prompts N", "Prompts.", min=1, value=PROMPTS)
-    text: options.TextOption = None
-    mesh: options.MeshOption = None
+    text: Path | None = options.TEXT_FILE
+    mesh: str | None = options.MESH
     out: Path | None = field(
         "--out FILE",
         "The plan's file.",

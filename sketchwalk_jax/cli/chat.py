@@ -11,8 +11,6 @@ from sketchwalk_jax.language_model import LEAST_CONVERSATION
 from sketchwalk_jax.policies import Policy
 from sketchwalk_jax.progress import elapsed
 
-_MARK = "> "
-
 
 @dataclasses.dataclass(kw_only=True)
 class Chat(options.GenerationCommand):
@@ -38,11 +36,10 @@ class Chat(options.GenerationCommand):
 
     def run(self) -> None:
         """Reads turns, and prints the answers."""
-        directory = options.check_model(self.model)
-        _, config, dtype, sampling = self.prepare(directory)
-        tokenizer = prompt.open_tokenizer(directory)
+        prepared = self.prepare()
+        tokenizer = prompt.open_tokenizer(prepared.directory)
         prompt.check_chat_template(tokenizer)
-        lm = self.load(directory, dtype, tokenizer, config, sharding=None, phase=self.phase)
+        lm = self.load(prepared, tokenizer, sharding=None, phase=self.phase)
         lm = options.set_density(lm, self.density, num_tokens=LEAST_CONVERSATION)
         if self.policy == options.AUTO:
             assert isinstance(lm.policy, Policy)
@@ -50,18 +47,16 @@ class Chat(options.GenerationCommand):
         talk = lm.conversation(
             system=self.system,
             max_new_tokens=self.max_new_tokens,
-            sampling=sampling,
+            sampling=prepared.sampling,
             key=self.seed,
         )
         is_terminal = sys.stdin.isatty()
-        while True:
-            if is_terminal:
-                print(_MARK, end="", flush=True)
-            line = sys.stdin.readline()
-            if not line:
-                break
+        mark = "> " if is_terminal else ""
+        print(mark, end="", flush=True)
+        for line in iter(sys.stdin.readline, ""):
             if line.strip():
                 _answer(talk, line.rstrip("\r\n"))
+            print(mark, end="", flush=True)
         if is_terminal:
             print(flush=True)
 

@@ -42,6 +42,7 @@ from sketchwalk_jax.text.tokenizer import decode, encode
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_OWN = "Sketch-and-Walk"
 TOKENS, FACTS = 8192, 4
 RIVALS = tuple(name for name in POLICIES if name not in ("dense", "sketchwalk"))
 _PICTURES = (".png", ".pdf", ".svg")
@@ -75,7 +76,7 @@ class Demo(options.Command):
         METHOD,
         value=PRESETS[0],
     )
-    policy: list[str] | None = field(
+    rivals: list[str] | None = field(
         "--policy NAME",
         f"Another policy to set beside them, at the same density: {', '.join(RIVALS)}. May be "
         "given several times.",
@@ -84,7 +85,7 @@ class Demo(options.Command):
     )
     density: float | None = options.DENSITY
     phase: str = options.PHASE
-    mesh: options.MeshOption = None
+    mesh: str | None = options.MESH
     tokens: int | None = field(
         "--tokens N",
         "Tokens of text, question and answer together.",
@@ -96,30 +97,23 @@ class Demo(options.Command):
         "--seed N", "Seed of the passage, of the facts and of their places.", TEXT, min=0, value=0
     )
     out: Path = field(
-        "--out FILE",
-        f"The picture; {', '.join(_PICTURES)}.",
-        value=Path("sketchwalk-demo.png"),
+        "--out FILE", f"The picture; {', '.join(_PICTURES)}.", value=Path("sketchwalk-demo.png")
     )
     no_plot: bool = field("--no-plot", "Draw no picture.")
     as_json: bool = field("--json", "Print one JSON object instead.")
 
     def run(self) -> None:
         """Hides facts, asks for them, and shows the answers."""
-        started, phase = time.perf_counter(), self.phase
-        directory = options.check_model(self.model)
-        model_config, config, dtype, _ = options.prepare(
-            directory,
-            preset=self.preset,
-            density=self.density,
-            phase=phase,
-            dtype=self.dtype,
-        )
+        started = time.perf_counter()
+        is_drawn = not self.no_plot and _can_draw(self.out)
+        prepared = self.prepare()
+        directory, model_config, config, dtype, _ = prepared
         nominal = getattr(config, "density", None)
         density = self.density or nominal
-        rivals = _make_rivals(self.policy or (), density)
+        rivals = _make_rivals(self.rivals or (), density)
         with usage_errors():
             for one in rivals.values():
-                Settings(model_config=model_config, policy=one, phase=phase)
+                Settings(model_config=model_config, policy=one, phase=self.phase)
         placement = options.make_placement(self.mesh, model_config, config, *rivals.values())
         num_tokens = self.tokens
         if num_tokens is None:
@@ -130,20 +124,16 @@ class Demo(options.Command):
             raise UsageError(
                 f"--tokens must be at least {least} for {self.facts} facts, got {num_tokens}"
             )
-        is_drawn = not self.no_plot and _can_draw(self.out)
         tokenizer = prompt.open_tokenizer(directory)
         with elapsed("hiding facts"):
             text = hide_facts(
                 tokenizer, num_tokens=num_tokens - ROOM, num_facts=self.facts, seed=self.seed
             )
         prompt.check_tokens(text.tokens, max_new_tokens=ROOM, model_config=model_config)
-        lm = self.load(directory, dtype, tokenizer, config, sharding=placement, phase=phase)
-        models = {
-            "dense": dataclasses.replace(lm, policy=Dense(block_size=config.block_size)),
-            "Sketch-and-Walk": lm,
-        }
+        lm = self.load(prepared, tokenizer, sharding=placement, phase=self.phase)
+        models = {"dense": lm.with_policy(Dense(block_size=config.block_size)), _OWN: lm}
         for name, one in rivals.items():
-            own = dataclasses.replace(lm, policy=one)
+            own = lm.with_policy(one)
             models[name] = options.set_density(own, density, num_tokens=num_tokens)
 
         def show(line: str) -> None:
@@ -160,15 +150,15 @@ class Demo(options.Command):
         for name, own in models.items():
             with elapsed(f"{name} reads and answers"):
                 readings[name] = read_and_answer(own, text, max_tokens=num_tokens)
-        dense, sparse = readings["dense"], readings["Sketch-and-Walk"]
+        dense, sparse = readings["dense"], readings[_OWN]
         about = self.preset if nominal is None else f"{self.preset}, density {nominal:g}"
-        about += "" if phase == "both" else f", {phase} only"
+        about += "" if self.phase == "both" else f", {self.phase} only"
         show(f"\n{_table(text, readings, about=about)}\n")
         if not all(reading.results["is_finite"] for reading in readings.values()):
             warnings.warn(NOT_FINITE, stacklevel=1)
         for name in list(readings)[1:]:
             show(_summary(dense, readings[name], who=name))
-        if phase == "prefill":
+        if self.phase == "prefill":
             show("Its answers were written densely; --phase both makes them sparse as well.")
         if is_drawn and sparse.selection is None:
             print("no picture: nothing was selected while the text was read", file=sys.stderr)
@@ -197,7 +187,7 @@ class Demo(options.Command):
                 "seed": self.seed,
                 "preset": self.preset,
                 "nominal_density": nominal,
-                "phase": phase,
+                "phase": self.phase,
                 "facts": [fact._asdict() for fact in text.facts],
                 "dense": dense.results,
                 "sketchwalk": sparse.results,
@@ -472,6 +462,8 @@ def draw_picture(
     indices of the sparse layers in the model.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     assert sparse.selection is not None
     size = sparse.selection.queries_per_row
@@ -481,13 +473,20 @@ def draw_picture(
     heights = [2.4 * math.ceil(len(maps) / 5) + 0.5, 0.5 + 0.7 * len(places)]
     figure = Figure(figsize=(12, sum(heights) + 0.9), layout="constrained")
     figure.suptitle(title, fontsize=12)
-    is_shared = bool(np.any((maps > 0) & (maps < 1)))
-    handles = _legend(plots.parts_of(sparse.selection) if is_shared else None)
+    colours = {"attended": plots.BLUE}
+    if np.any((maps > 0) & (maps < 1)):  # heads differ, or lists hold pages of blocks
+        parts = plots.parts_of(sparse.selection)
+        colours = {f"all {parts}": plots.BLUE, f"some {parts}": plots.HALF_BLUE}
+    colours["not attended"] = plots.LIGHT_GREY
+    handles = [
+        *(Patch(color=colour, label=label) for label, colour in colours.items()),
+        Line2D([], [], color=plots.DARK, linewidth=4, label="rows that attended to everything"),
+        Line2D([], [], color=plots.ORANGE, marker="^", linestyle="", label="where a fact is"),
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     above, below = figure.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
-    for panel, shares in zip(
-        plots.draw_maps(above, maps, layers, block_size=size), maps, strict=True
-    ):
+    panels = plots.draw_maps(above, maps, layers, block_size=size)
+    for panel, shares in zip(panels, maps, strict=True):
         _mark(panel, shares, places)
 
     strips = below.subplots(len(places), 1, sharex=True, squeeze=False)[:, 0]
@@ -516,27 +515,11 @@ def _mark(axis: Any, shares: np.ndarray, places: Sequence[int]) -> None:
     axis.plot(places, [bottom] * len(places), "^", color=plots.ORANGE, markersize=5, clip_on=False)
     is_dense = np.nanmin(shares, axis=1) == 1.0
     edges = np.flatnonzero(np.diff(is_dense, prepend=False, append=False))
-    for first, end in edges.reshape(-1, 2):
-        rows = [first - 0.5, end - 0.5]
-        axis.plot([left, left], rows, color=plots.DARK, linewidth=4, clip_on=False)
+    for first, end in edges.reshape(-1, 2) - 0.5:
+        axis.plot([left, left], [first, end], color=plots.DARK, linewidth=4, clip_on=False)
 
 
 def _answered(answer: Mapping[str, Any]) -> str:
     text = answer["text"].encode("ascii", errors="replace").decode()  # fonts may lack others
     wrong = f"wrong, {text}" if text else "silent"
     return "right" if answer["is_right"] else wrong
-
-
-def _legend(parts: str | None) -> list[Any]:
-    """Explains colours and marks; `parts` names heads or pages, if some blocks are shared."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    some = [Patch(color=plots.HALF_BLUE, label=f"some {parts}")] if parts else []
-    return [
-        Patch(color=plots.BLUE, label=f"all {parts}" if parts else "attended"),
-        *some,
-        Patch(color=plots.LIGHT_GREY, label="not attended"),
-        Line2D([], [], color=plots.DARK, linewidth=4, label="rows that attended to everything"),
-        Line2D([], [], color=plots.ORANGE, marker="^", linestyle="", label="where a fact is"),
-    ]

@@ -15,7 +15,7 @@ from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import NOT_FINITE, UsageError
 from sketchwalk_jax.cli.options import field
 from sketchwalk_jax.cli.prompt_files import Entry, TextsFile, complete_all, read_prompts, rounded
-from sketchwalk_jax.inference.auto import Auto, Choice
+from sketchwalk_jax.inference.auto import Auto
 from sketchwalk_jax.inference.generation import NOT_LOADED, Options
 from sketchwalk_jax.inference.padding import pad_to_bucket
 from sketchwalk_jax.language_model import MAX_BATCH, TextStream
@@ -48,7 +48,7 @@ class Generate(options.GenerationCommand):
         "Read the prompt this many tokens at a time, to save memory; a multiple of 64.",
         options.METHOD,
     )
-    mesh: options.MeshOption = None
+    mesh: str | None = options.MESH
     seed: int = field(
         "--seed N", "Seed of the random draws.", options.SAMPLING, min=0, max=2**32 - 1, value=0
     )
@@ -83,14 +83,17 @@ class Generate(options.GenerationCommand):
     def run(self) -> None:
         """Generates, and prints the text or writes the texts."""
         self._check_files()
-        directory = options.check_model(self.model)
-        model_config, config, dtype, sampling = self.prepare(directory, chunk_size=self.chunk_size)
+        prepared = self.prepare()
+        directory, model_config, config, dtype, sampling = prepared
         placement = options.make_placement(self.mesh, model_config, config)
         room, phase = self.max_new_tokens, self.phase
         tokenizer = prompt.open_tokenizer(directory)
         entries = self._read(tokenizer, model_config)
         tokens = max((one.tokens for one in entries), key=len)
-        choice: Choice | None = None
+        about: dict[str, Any] = {"policy": self.policy, "preset": None}
+        if self.policy in ("sketchwalk", options.AUTO):
+            about["preset"] = self.preset or PRESETS[0]
+        more: dict[str, Any] = {}
         if self.policy == options.AUTO:
             padded = pad_to_bucket(
                 tokens[None], multiple=config.block_size, context_length=model_config.context_length
@@ -104,7 +107,9 @@ class Generate(options.GenerationCommand):
                 is_spread=placement is not None,
             )
             config, phase = choice.policy, choice.phase
+            more = {"chosen": type(config).__name__}
             print("\n".join(f"auto: {one}" for one in choice.reasons), file=sys.stderr)
+        about |= {"phase": phase, "dtype": dtype, **more}
         running: dict[str, Any] = {
             "phase": phase,
             "chunk_size": self.chunk_size,
@@ -115,31 +120,21 @@ class Generate(options.GenerationCommand):
         # Report mistakes before the weights are read; `stream` checks again.
         given = Options(model_config, config, max_new_tokens=room, **running)
         given.check(NOT_LOADED, tokens[None], sampling=sampling, key=key, to_bucket=True)
-        has_preset = self.policy in ("sketchwalk", options.AUTO)
-        about = {
-            "policy": self.policy,
-            "preset": (self.preset or PRESETS[0]) if has_preset else None,
-            "phase": phase,
-            "dtype": dtype,
-        }
-        if choice is not None:
-            about["chosen"] = type(config).__name__
         texts = None
         if self.out is not None:
             # Everything that can change a text; batches and chunks cannot.
+            numbers = dataclasses.asdict(sampling).items()
             settings = about | {
                 "model": fingerprint(directory),
                 "settings": changed_fields(config),
-                "sampling": {
-                    name: float(value) for name, value in dataclasses.asdict(sampling).items()
-                },
+                "sampling": {name: float(value) for name, value in numbers},
             }
             same = "weights", "density", "chat", "system", "max_new_tokens", "seed", "ignore_eos"
             settings |= {name: getattr(self, name) for name in same}
             texts = TextsFile(self.out, entries, settings, overwrite=self.overwrite)
 
         started = time.perf_counter()
-        lm = self.load(directory, dtype, tokenizer, config, sharding=placement, **running)
+        lm = self.load(prepared, tokenizer, sharding=placement, policy=config, **running)
         load_s = time.perf_counter() - started
         lm = options.set_density(lm, self.density, num_tokens=len(tokens))
         if texts is not None:
@@ -154,7 +149,7 @@ class Generate(options.GenerationCommand):
             return
         assert isinstance(lm.policy, Policy)
         shown |= {"load_s": round(load_s, 4), **about, "settings": changed_fields(lm.policy)}
-        shown |= {} if choice is None else {"reasons": choice.reasons}
+        shown |= {"reasons": choice.reasons} if more else {}
         print(json.dumps(shown, allow_nan=False), flush=True)
 
     def _read(self, tokenizer: Any, model_config: ModelConfig) -> list[Entry]:
@@ -182,14 +177,14 @@ class Generate(options.GenerationCommand):
         if (self.prompts is None) != (self.out is None):
             one, other = ("--prompts", "--out") if self.out is None else ("--out", "--prompts")
             raise UsageError(f"{one} must be given together with {other}, got it alone")
-        if self.prompts is not None and self.as_json:
+        if self.prompts is None:
+            prompt.check_one_source(self.prompt_text, self.prompt_file)
+        elif self.as_json:
             raise UsageError(
                 "--json must not be given together with --prompts: the file is JSON lines"
             )
-        if self.prompts is not None and has_prompt:
+        elif has_prompt:
             raise UsageError("--prompts must not be given together with --prompt or --prompt-file")
-        if self.prompts is None:
-            prompt.check_one_source(self.prompt_text, self.prompt_file)
         if self.system is not None and not self.chat:
             raise UsageError("--system must be given together with --chat, got it alone")
 
@@ -197,16 +192,9 @@ class Generate(options.GenerationCommand):
 def _follow(
     pieces: TextStream, num_prompt_tokens: int, *, max_new_tokens: int, shows_text: bool
 ) -> dict[str, Any]:
-    """Runs a generation to its end.
+    """Runs a generation to its end, and writes its text to standard output if `shows_text`.
 
-    Args:
-      pieces: The generation, not yet started.
-      num_prompt_tokens: Tokens of the prompt.
-      max_new_tokens: Most tokens to generate.
-      shows_text: Whether to write the text to standard output as it is generated.
-
-    Returns:
-      The fields of the completion, and `ttft_s` and `tokens_per_s`, rounded.
+    Returns the fields of the completion, `ttft_s` and `tokens_per_s`, rounded.
     """
     with elapsed(f"reading {num_prompt_tokens} tokens"):
         pieces.read_prompt()

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import typer
@@ -24,7 +24,7 @@ from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
 from sketchwalk_jax.models.hub import bundled_model, find_checkpoint
-from sketchwalk_jax.models.params import QUANTIZED_DTYPES, Params
+from sketchwalk_jax.models.params import Params
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.plan import Plan
@@ -41,7 +41,6 @@ from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.progress import elapsed
 from sketchwalk_jax.sharding import Placement, place
-from sketchwalk_jax.validation import DTYPES, check_choice
 
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
 
@@ -51,120 +50,134 @@ AUTO = "auto"
 _GENERATION_CONFIG = "generation_config.json"
 # Options of random sampling: giving one of them turns sampling on.
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
+_PENALTY = "repetition_penalty"
 
 
-def option(
-    spec: str, help: str, panel: str | None = None, default: str | bool = True, **checks: Any
+def field(
+    spec: str,
+    help: str,
+    panel: str | None = None,
+    default: str | bool = True,
+    *,
+    value: Any = None,
+    **checks: Any,
 ) -> Any:
-    """Makes an option for an annotation: `--tokens N` with a value, `--json` without.
+    """Makes an option as the default of a command's field.
 
-    It takes `min` and `max`, or a `callback`. Help shows `default`, or the Python default if that
-    is True.
+    Args:
+      spec: `--tokens N` for an option with a value, `--json` for a flag.
+      help: One or two sentences.
+      panel: Title under which help lists it.
+      default: What help shows as its default; True for `value`.
+      value: Its value if it is not given; a flag is False.
+      **checks: `min`, `max` and other arguments of `typer.Option`.
     """
     name, _, metavar = spec.partition(" ")
     return typer.Option(
-        name, metavar=metavar, help=help, rich_help_panel=panel, show_default=default, **checks
+        value if metavar else False,
+        name,
+        metavar=metavar,
+        help=help,
+        rich_help_panel=panel,
+        show_default=default,
+        **checks,
     )
 
 
-flag = option
+_SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
+DENSITY = field("--density FRACTION", _SHARE, METHOD, "0.2")
+PHASE = field(f"--phase {'|'.join(PHASES)}", "Where selection is sparse.", METHOD, value="both")
+TEXT_FILE = field(
+    "--text FILE", "Text to hide facts in: UTF-8, plain or .xz.", TEXT, "Python's help topics"
+)
+MESH = field(
+    "--mesh AXIS=RANKS,...",
+    "Devices to share the model over, such as tensor=2 or sequence=2,tensor=4: tensor shares "
+    "weights and heads, sequence a prompt's tokens and the cache.",
+    METHOD,
+    "one device",
+)
 
 
-def field(spec: str, help: str, *panel_and_default: Any, value: Any = None, **checks: Any) -> Any:
-    """Makes an `option` as the default of a command's field, with its value if not given."""
-    found = option(spec, help, *panel_and_default, **checks)
-    found.param_decls, found.default = (found.default,), value if " " in spec else False
-    return found
+class Prepared(NamedTuple):
+    """What a command knows of its run before it reads the weights.
 
+    Attributes:
+      directory: The checkpoint.
+      model_config: The model's configuration.
+      policy: The policy, with the model's plan.
+      dtype: The type of weights and cache.
+      sampling: How tokens are chosen.
+    """
 
-ModelOption = Annotated[
-    Path | None,
-    option(
-        "--model PATH",
-        "Checkpoint: a directory of Hugging Face safetensors or written by sketchwalk_jax.save, a "
-        "GGUF file, or ORG/NAME on the Hugging Face hub.",
-        default="the small model that ships with the package",
-    ),
-]
-TextOption = Annotated[
-    Path | None,
-    option(
-        "--text FILE", "Text to hide facts in: UTF-8, plain or .xz.", TEXT, "Python's help topics"
-    ),
-]
-MeshOption = Annotated[
-    str | None,
-    option(
-        "--mesh AXIS=RANKS,...",
-        "Devices to share the model over, such as tensor=2 or sequence=2,tensor=4: tensor shares "
-        "weights and heads, sequence a prompt's tokens and the cache.",
-        METHOD,
-        "one device",
-    ),
-]
-DTypeOption = Annotated[
-    str | None,
-    option(
-        f"--dtype {'|'.join(DTYPES)}",
-        "Type of weights and cache.",
-        METHOD,
-        "float32 on CPU, else the checkpoint's",
-    ),
-]
-
-
-def _known_weights(weights: str | None) -> str | None:
-    """Raises a `UsageError` for weights of an unknown kind."""
-    if weights is not None:
-        with usage_errors():
-            check_choice("weights", weights, tuple(QUANTIZED_DTYPES))
-    return weights
-
-
-WeightsOption = Annotated[
-    str | None,
-    option(
-        f"--weights {'|'.join(QUANTIZED_DTYPES)}",
-        "Eight bits for the weights of linear layers.",
-        METHOD,
-        "as stored, in --dtype",
-        callback=_known_weights,
-    ),
-]
+    directory: Path
+    model_config: ModelConfig
+    policy: Policy
+    dtype: str
+    sampling: Sampling
 
 
 @dataclasses.dataclass(kw_only=True)
 class Command(abc.ABC):
     """A command on a checkpoint: its fields are its options, its docstring is its help."""
 
-    model: ModelOption = None
-    dtype: DTypeOption = None
-    weights: WeightsOption = None
+    model: Path | None = field(
+        "--model PATH",
+        "Checkpoint: a directory of Hugging Face safetensors or written by sketchwalk_jax.save, a "
+        "GGUF file, or ORG/NAME on the Hugging Face hub.",
+        default="the small model that ships with the package",
+    )
+    dtype: Literal["float32", "float16", "bfloat16"] | None = field(
+        "--dtype float32|float16|bfloat16",
+        "Type of weights and cache.",
+        METHOD,
+        "float32 on CPU, else the checkpoint's",
+    )
+    weights: Literal["float8", "int8"] | None = field(
+        "--weights float8|int8",
+        "Eight bits for the weights of linear layers.",
+        METHOD,
+        "as stored, in --dtype",
+    )
 
     @abc.abstractmethod
     def run(self) -> None:
         """Checks what was given, then does the work."""
 
+    def prepare(self) -> Prepared:
+        """Checks the options of a run, first those that need no checkpoint.
+
+        Raises:
+          UsageError: If an option is out of range, or two contradict each other.
+        """
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        fields, phase = given.get("fields"), given.get("phase", "both")
+        name = given.get("policy", "sketchwalk")
+        policy = make_policy(name, given.get("preset"), given.get("density"), fields)
+        drawing = {name: given[name] for name in (*_DRAWING, _PENALTY) if name in given}
+        sampling = make_sampling(drawing, {})
+        if given.get("no_compile_cache"):
+            jax.config.update("jax_enable_compilation_cache", False)
+        directory = check_model(self.model)
+        model_config = ModelConfig.from_pretrained(directory)
+        policy = take_plan(policy, fields, find_plan(directory))
+        with usage_errors():
+            chunk_size = given.get("chunk_size")
+            Settings(model_config=model_config, policy=policy, chunk_size=chunk_size, phase=phase)
+        if given.get("generation_config"):
+            sampling = make_sampling(drawing, checkpoint_settings(directory))
+        dtype = choose_dtype(self.dtype, model_config)
+        return Prepared(directory, model_config, policy, dtype, sampling)
+
     def load(
-        self,
-        directory: Path,
-        dtype: str,
-        tokenizer: Any,
-        policy: Policy,
-        *,
-        sharding: Placement | None,
-        **running: Any,
+        self, prepared: Prepared, tokenizer: Any, *, sharding: Placement | None, **running: Any
     ) -> LanguageModel:
-        """Loads the model with a tokenizer, a policy and more fields of `LanguageModel`."""
-        params, config = load_model(directory, dtype, weights=self.weights, sharding=sharding)
-        return LanguageModel(
-            params=params, model_config=config, tokenizer=tokenizer, policy=policy, **running
+        """Loads the model with a tokenizer and more fields of `LanguageModel`."""
+        params, config = load_model(
+            prepared.directory, prepared.dtype, weights=self.weights, sharding=sharding
         )
-
-
-_SHARE = "Share of its causal blocks that a query keeps, above 0, at most 1."
-DENSITY = field("--density FRACTION", _SHARE, METHOD, "0.2")
-PHASE = field(f"--phase {'|'.join(PHASES)}", "Where selection is sparse.", METHOD, value="both")
+        known: dict[str, Any] = {"policy": prepared.policy} | running
+        return LanguageModel(params=params, model_config=config, tokenizer=tokenizer, **known)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -235,16 +248,6 @@ class GenerationCommand(PolicyCommand):
     no_compile_cache: bool = field(
         "--no-compile-cache", "Do not keep compiled programs for later runs.", OUTPUT
     )
-
-    def prepare(
-        self, directory: Path, *, chunk_size: int | None = None
-    ) -> tuple[ModelConfig, Policy, str, Sampling]:
-        """Calls the function `prepare` with these options."""
-        if self.no_compile_cache:
-            jax.config.update("jax_enable_compilation_cache", False)
-        names = ("policy", "preset", "density", "fields", "phase", "dtype", "generation_config")
-        given = {name: getattr(self, name) for name in (*names, *_DRAWING, "repetition_penalty")}
-        return prepare(directory, chunk_size=chunk_size, **given)
 
 
 def make_policy(
@@ -344,16 +347,8 @@ def check_model(model: Path | None) -> Path:
 
 
 def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
-    """Returns the given dtype, or the default: float32 on CPUs, which are slow in 16 bits.
-
-    Raises:
-      UsageError: If it is unknown.
-    """
-    if dtype is None:
-        return "float32" if jax.default_backend() == "cpu" else model_config.dtype
-    with usage_errors():
-        check_choice("dtype", dtype, DTYPES)
-    return dtype
+    """Returns the given dtype, or the default: float32 on CPUs, which are slow in 16 bits."""
+    return dtype or ("float32" if jax.default_backend() == "cpu" else model_config.dtype)
 
 
 def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
@@ -377,12 +372,7 @@ def align(rows: Sequence[Sequence[str]], *, left: int = 0, gap: int = 2) -> str:
 def make_placement(
     mesh: str | None, model_config: ModelConfig, *policies: Policy
 ) -> Placement | None:
-    """Places a model on the mesh of `--mesh`; returns None without a mesh.
-
-    Args:
-      mesh: The option.
-      model_config: The model.
-      *policies: The policies that will run there.
+    """Places a model, which will run with `policies`, on the mesh of `--mesh`, if there is one.
 
     Raises:
       UsageError: If it is no mesh, or does not fit the model, a policy or this machine.
@@ -442,7 +432,7 @@ def checkpoint_settings(directory: Path) -> dict[str, Any]:
         )
     raw = read_json(path)
     is_drawn = bool(raw.get("do_sample", False))
-    names = (*_DRAWING, "repetition_penalty") if is_drawn else ("repetition_penalty",)
+    names = (*_DRAWING, _PENALTY) if is_drawn else (_PENALTY,)
     found = {name: raw[name] for name in names if raw.get(name) is not None}
     wrong = {name: value for name, value in found.items() if type(value) not in (int, float)}
     if wrong:
@@ -454,54 +444,15 @@ def checkpoint_settings(directory: Path) -> dict[str, Any]:
     return {"temperature": 1.0, **found} if is_drawn else found
 
 
-def make_sampling(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sampling:
+def make_sampling(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Sampling:
     """Makes the settings from given options, then `defaults`, then greedy decoding.
-
-    Args:
-      values: Value of every option of `Sampling`, `None` if not given.
-      defaults: Settings of the checkpoint, if requested.
 
     Raises:
       UsageError: If an option is out of range.
     """
-    given = {name: value for name, value in values.items() if value is not None}
     temperature = 1.0 if given.keys() & set(_DRAWING) else 0.0
     with usage_errors():
         return Sampling(**{"temperature": temperature, **defaults, **given})
-
-
-def prepare(
-    directory: Path,
-    *,
-    policy: str = "sketchwalk",
-    preset: str | None,
-    density: float | None,
-    fields: Sequence[str] | None = None,
-    phase: str = "both",
-    chunk_size: int | None = None,
-    dtype: str | None,
-    generation_config: bool = False,
-    **drawing: Any,
-) -> tuple[ModelConfig, Policy, str, Sampling]:
-    """Checks the options of a run, before anything large is read.
-
-    Options are the arguments of `make_policy`, `choose_dtype` and `make_sampling`; with
-    `generation_config`, the checkpoint's sampling settings replace options that are not given.
-
-    Returns:
-      The model's configuration, the policy with the model's plan, the dtype, and the sampling.
-
-    Raises:
-      UsageError: If an option is out of range, or two contradict each other.
-    """
-    config = make_policy(policy, preset, density, fields)
-    model_config = ModelConfig.from_pretrained(directory)
-    config = take_plan(config, fields, find_plan(directory))
-    with usage_errors():
-        Settings(model_config=model_config, policy=config, chunk_size=chunk_size, phase=phase)
-    defaults = checkpoint_settings(directory) if generation_config else {}
-    sampling = make_sampling(drawing, defaults)
-    return model_config, config, choose_dtype(dtype, model_config), sampling
 
 
 def set_density(lm: LanguageModel, density: float | None, *, num_tokens: int) -> LanguageModel:

@@ -55,15 +55,9 @@ def read_prompts(
 ) -> list[Entry]:
     """Reads all prompts: each line a string, or an object with `"prompt"` or `"messages"`.
 
-    An object may have `"tools"` for the chat template; other keys are kept unused.
-
-    Args:
-      path: The file, UTF-8; empty lines are skipped.
-      tokenizer: The model's tokenizer.
-      is_chat: Whether prompts are the user's turn in the chat template; messages always are.
-      system: System message before prompts.
-      model_config: The model; prompts must fit into its context.
-      max_new_tokens: Tokens of the context to leave free.
+    An object may have `"tools"` for the chat template; other keys are kept unused. Empty lines are
+    skipped. Prompts become the user's turn in the chat template if `is_chat`, messages always. All
+    must fit into the model's context with `max_new_tokens`.
 
     Raises:
       ValueError: If a line is invalid or does not fit, with its number; or if there is no prompt.
@@ -137,13 +131,9 @@ class TextsFile:
         *,
         overwrite: bool,
     ) -> None:
-        """Opens the file, to continue it if it exists.
+        """Opens the file, to continue it if it exists, or to `overwrite` it.
 
-        Args:
-          path: The file; its folder must exist.
-          entries: All prompts.
-          settings: Everything else that the texts depend on, as JSON.
-          overwrite: Whether to replace an existing file.
+        `settings` is everything else that the texts depend on, as JSON.
 
         Raises:
           ValueError: If the file has other prompts or settings, or is damaged.
@@ -158,8 +148,8 @@ class TextsFile:
         done = set[int]()
         if overwrite or not path.exists():
             path.write_bytes(b"")  # first remove the texts of the old settings
-            _write_whole(there, json.dumps(now, indent=1) + "\n")
-        elif not path.stat().st_size and not there.exists():
+            there.unlink(missing_ok=True)
+        if not path.stat().st_size and not there.exists():
             _write_whole(there, json.dumps(now, indent=1) + "\n")
         else:
             self._compare(there, json.loads(json.dumps(now)))
@@ -168,6 +158,7 @@ class TextsFile:
         self.num_texts = len(done)
 
     def _compare(self, there: Path, now: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` unless the texts that are there have the same settings."""
         try:
             old = json.loads(there.read_text(encoding="utf-8"))
             differing = [name for name in sorted({*old, *now}) if old.get(name) != now.get(name)]
