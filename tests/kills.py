@@ -116,13 +116,13 @@ class Run:
 
     Attributes:
       command: Gives the command line for an output folder.
-      finished: Gives the finished work in a folder, in a type where `<=` means that none is lost.
+      finished: Gives the finished work in a folder.
       result: Gives the result of the whole run.
       server: A server that the command needs, running meanwhile.
     """
 
     command: Callable[[Path], list[str]]
-    finished: Callable[[Path], Any]
+    finished: Callable[[Path], frozenset[Any]]
     result: Callable[[Path], Any]
     server: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -142,36 +142,27 @@ def evaluation(folder: Path) -> Run:
     model = folder / "model"
     checkpoints.write_checkpoint(model, tokenizer=True)
 
-    def rows(out: Path) -> list[str]:
+    def rows(out: Path) -> frozenset[str]:
         """Reads the rows; an incomplete file says so."""
         path = out / "quality.json"
         if not path.exists():
-            return []
+            return frozenset()
         results = read_results(path)
         assert results.asked > 0
-        return [json.dumps(row, sort_keys=True) for row in results.rows]
+        found = frozenset(json.dumps(row, sort_keys=True) for row in results.rows)
+        assert len(found) == len(results.rows)
+        return found
 
-    def result(out: Path) -> list[str]:
+    def result(out: Path) -> frozenset[str]:
         assert read_results(out / "quality.json").missing == ()
         assert [path.name for path in out.iterdir()] == ["quality.json"]
-        return sorted(rows(out))
+        return rows(out)
 
     words = (
         "eval --policy streaming --density 0.2 --set dense_layers=1 --tokens 512 "
         "--task single_needle --task text_loss --prompts 2 --probe-prompts 1"
     )
-    return Run(
-        lambda out: sketchwalk(words, model=model, out=out / "quality.json"),
-        lambda out: _Growing(rows(out)),
-        result,
-    )
-
-
-class _Growing(list[str]):
-    """Rows that only grow at the end."""
-
-    def __le__(self, other: list[str]) -> bool:
-        return other[: len(self)] == self
+    return Run(lambda out: sketchwalk(words, model=model, out=out / "quality.json"), rows, result)
 
 
 def prompts(folder: Path) -> Run:

@@ -44,42 +44,38 @@ def run(model, tmp_path, sketchwalk):
     return call
 
 
-def timed_rows(times: dict[int, tuple[float, float]], part: str = "first_token") -> list[dict]:
+RULES = (
+    {"policy": "dense", "preset": None, "density": 1.0},
+    {"policy": "sketchwalk", "preset": "recommended", "density": 0.2},
+)
+
+
+def timed_rows(times: dict[int, tuple[float, float]]) -> list[dict]:
     """Makes rows of dense attention and of the recommended policy from their seconds by length."""
-    rows = []
-    for tokens, pair in times.items():
-        for name, phase in bench.PARTS.items():
-            for policy, seconds in zip(("dense", "sketchwalk"), pair, strict=True):
-                median = seconds if name == part else 1.0
-                rows.append(
-                    {
-                        "policy": policy,
-                        "preset": None if policy == "dense" else "recommended",
-                        "density": 1.0 if policy == "dense" else 0.2,
-                        "phase": phase,
-                        "task": name,
-                        "tokens": tokens,
-                        "seconds": {"median": median},
-                    }
-                )
-    return rows
+    return [
+        rule
+        | {"phase": phase, "task": part, "tokens": tokens}
+        | {"seconds": {"median": seconds if part == "first_token" else 1.0}}
+        for tokens, pair in times.items()
+        for part, phase in bench.PARTS.items()
+        for rule, seconds in zip(RULES, pair, strict=True)
+    ]
 
 
 @pytest.fixture
 def asked(monkeypatch) -> list[int]:
     """Records the lengths whose times are requested; nothing is measured."""
     asked = []
+    each = (True, False)
 
-    def attention(model_config, policy, length, params):
-        return {("attention", is_dense): [1.0, 3.0, 2.0] for is_dense in (True, False)}
-
-    def model(params, model_config, policy, length):
+    def measure(params, model_config, policy, length):
         asked.append(length)
         parts = ("first_token", "token")
-        return {(part, is_dense): [2.0] for part in parts for is_dense in (True, False)}
+        return {(part, is_dense): [2.0] for part in parts for is_dense in each}
 
-    monkeypatch.setattr(bench, "_attention_seconds", attention)
-    monkeypatch.setattr(bench, "_model_seconds", model)
+    seconds = {("attention", is_dense): [1.0, 3.0, 2.0] for is_dense in each}
+    monkeypatch.setattr(bench, "_attention_seconds", lambda *_: dict(seconds))
+    monkeypatch.setattr(bench, "_model_seconds", measure)
     return asked
 
 

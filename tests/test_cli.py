@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import re
@@ -8,9 +9,11 @@ import checkpoints
 import jax
 import numpy as np
 import pytest
+from quality_rows import DENSE, make_rows
 
 from sketchwalk_jax import Dense, SketchWalkConfig, calibration, language_model, make_generate
-from sketchwalk_jax.cli import main, options
+from sketchwalk_jax.cli import evaluate, main, options
+from sketchwalk_jax.evaluation.tables import pool, rows_with
 from sketchwalk_jax.inference.sampling import Sampling
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.weights import load, save
@@ -105,12 +108,13 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
 
         def stop(call, params, *, every):
             settings, ends = call.reading["settings"], call.decoding["eos_token_ids"]
-            found.update(
-                {name: getattr(settings, name) for name in ("policy", "phase", "chunk_size")}
-            )
-            found.update({"params": params, "sampling": call.sampling, "every": every})
-            found.update(max_new_tokens=call.max_new_tokens, lengths=call.prompt[1])
-            found["tokens"] = np.asarray(call.prompt[0])
+            for name in ("policy", "phase", "chunk_size"):
+                found[name] = getattr(settings, name)
+            for field in dataclasses.fields(Sampling):
+                found[field.name] = float(getattr(call.sampling, field.name))
+            found.update(every=every, max_new_tokens=call.max_new_tokens)
+            found["prompt"] = np.asarray(call.prompt[0]), int(call.prompt[1][0])
+            found["dtype"] = params["embed"]["embedding"].dtype
             found["eos_token_ids"] = None if ends == settings.model_config.eos_token_ids else ends
             raise ValueError("stop")
 
@@ -149,6 +153,16 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
         (["--max-new-tokens", 3], {"max_new_tokens": 3}),
         (["--ignore-eos"], {"eos_token_ids": ()}),
         (["--stream-every", 3], {"every": 3}),
+        # Tokens are drawn only if that is asked for.
+        ([], {"temperature": 0, "dtype": "float32"}),
+        (["--repetition-penalty", 1.5], {"temperature": 0, "repetition_penalty": 1.5}),
+        (["--temperature", 0.5], {"temperature": 0.5, "top_k": 0, "top_p": 1}),
+        (["--top-k", 5], {"temperature": 1, "top_k": 5}),
+        (["--top-p", 0.5], {"temperature": 1, "top_p": 0.5}),
+        (["--min-p", 0.5], {"temperature": 1, "min_p": 0.5}),
+        (["--top-k", 5, "--temperature", 0], {"temperature": 0, "top_k": 5}),
+        (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
+        (["--dtype", "float16"], {"dtype": "float16"}),
     ],
 )
 def test_options_reach_the_generation(arguments, expected, started):
@@ -208,29 +222,6 @@ def test_options_without_effect_warn(arguments, expected, warning, started, caps
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], {"temperature": 0}),
-        (["--repetition-penalty", 1.5], {"temperature": 0, "repetition_penalty": 1.5}),
-        (["--temperature", 0.5], {"temperature": 0.5, "top_k": 0, "top_p": 1}),
-        (["--top-k", 5], {"temperature": 1, "top_k": 5}),
-        (["--top-p", 0.5], {"temperature": 1, "top_p": 0.5}),
-        (["--min-p", 0.5], {"temperature": 1, "min_p": 0.5}),
-        (["--top-k", 5, "--temperature", 0], {"temperature": 0, "top_k": 5}),
-    ],
-)
-def test_tokens_are_drawn_only_if_asked_for(arguments, expected, started):
-    sampling = started(*arguments)["sampling"]
-    assert {name: float(getattr(sampling, name)) for name in expected} == expected
-
-
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
-def test_dtype_is_that_of_the_weights(dtype, started):
-    found = started(*([] if dtype is None else ["--dtype", dtype]))
-    assert found["params"]["embed"]["embedding"].dtype == (dtype or "float32")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
         ([], "Hi\n"),
         (["--chat"], "user: Hi\n\nassistant: "),
         (["--chat", "--system", "Be brief."], "system: Be brief.\nuser: Hi\n\nassistant: "),
@@ -238,9 +229,9 @@ def test_dtype_is_that_of_the_weights(dtype, started):
 )
 def test_chat_template_is_applied_when_asked_for(arguments, expected, started):
     found = started("--prompt", "Hi\n", *arguments)
-    length = int(found["lengths"][0])
-    assert bytes(found["tokens"][0, :length].tolist()).decode() == expected
-    assert found["tokens"].shape == (1, 64)
+    tokens, length = found["prompt"]
+    assert bytes(tokens[0, :length].tolist()).decode() == expected
+    assert tokens.shape == (1, 64)
 
 
 def test_draws_follow_the_seed(model: Path, generate):
@@ -276,8 +267,8 @@ GENERATION_CONFIG = {"temperature": 0.5, "top_k": 9, "repetition_penalty": 1.5, 
 )
 def test_generation_config_counts_when_asked_for(do_sample, arguments, expected, tmp_path, started):
     write_model(tmp_path, generation_config=GENERATION_CONFIG | {"do_sample": do_sample})
-    found = started("--model", tmp_path, *arguments)["sampling"]
-    assert (found.temperature, found.top_k, found.repetition_penalty) == expected
+    found = started("--model", tmp_path, *arguments)
+    assert (found["temperature"], found["top_k"], found["repetition_penalty"]) == expected
 
 
 def test_saved_checkpoints_are_read(tmp_path: Path, model: Path, generate, sketchwalk):
@@ -372,3 +363,20 @@ def test_commands_and_options_of_the_readme_exist(repository: Path, sketchwalk):
         text = sketchwalk(command, "--help")[0]
         for option in re.findall(r"--[a-z-]+", arguments):
             assert re.search(rf"{option}\b", text), f"sketchwalk {command} {option}"
+
+
+def test_table_of_an_evaluation_has_a_line_for_every_policy_density_and_phase():
+    policies = {DENSE: (1.0, 1.0, 0.0), ("streaming", None): (0.5, 0.8, 0.1)}
+    options = {"densities": (0.3, 0.5), "phases": ("prefill",)}
+    rows = make_rows(policies=policies, lengths=(512, 1024), **options)
+    short, long = evaluate._quality_table(rows).split("\n\n")
+    lines = short.splitlines()
+    assert (lines[0], long.splitlines()[0]) == ("512 tokens", "1024 tokens")
+    tasks = "needle keys queries values variables mid votes loss"
+    assert lines[1].split() == f"policy density measured sparse in {tasks} all".split()
+    found = [line.split() for line in lines[2:]]
+    assert [line[0] for line in found] == ["dense", "streaming", "streaming"]
+    assert [line[1] for line in found[1:]] == ["0.3", "0.5"]
+    dense = rows_with(rows, label="dense", tokens=512)
+    loss, every = pool(rows_with(dense, task="text_loss")), pool(dense)
+    assert found[0][-2:] == [f"{loss.text_loss:.2f}", f"{every.exact:.2f}"]

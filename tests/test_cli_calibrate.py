@@ -14,6 +14,8 @@ from sketchwalk_jax import cli
 from sketchwalk_jax.models.weights import fingerprint, load
 from sketchwalk_jax.plan import Plan, plan_path
 
+pytestmark = pytest.mark.unchecked
+
 NUM_LAYERS = 3
 MEASURE = ("--tokens", "2048", "--prompts", "1")
 
@@ -40,7 +42,6 @@ def planned(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.unchecked
 def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
     plan = load(planned)[1].plan
     assert plan is not None and plan.num_layers == NUM_LAYERS
@@ -55,7 +56,6 @@ def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
 
 
 @pytest.mark.slow
-@pytest.mark.unchecked
 def test_the_table_has_a_line_for_each_layer(model, tmp_path, sketchwalk):
     out = tmp_path / "plan.json"
     printed, err = sketchwalk("calibrate", "--model", model, *MEASURE, "--prompts", 2, "--out", out)
@@ -81,7 +81,6 @@ def test_the_table_has_a_line_for_each_layer(model, tmp_path, sketchwalk):
 
 
 @pytest.mark.slow
-@pytest.mark.unchecked
 def test_a_plan_is_measured_with_weights_of_eight_bits(planned, model, tmp_path, sketchwalk):
     out = tmp_path / "plan.json"
     sketchwalk("calibrate", "--model", model, *MEASURE, "--weights", "int8", "--out", out)
@@ -92,7 +91,6 @@ def test_a_plan_is_measured_with_weights_of_eight_bits(planned, model, tmp_path,
     np.testing.assert_allclose(found.losses, wide.losses, rtol=0.2)
 
 
-@pytest.mark.unchecked
 def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, sketchwalk):
     before = plan_path(planned).read_bytes()
     _, err = sketchwalk("calibrate", "--model", planned, *MEASURE, status=2)
@@ -105,7 +103,6 @@ def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, s
     assert load(other)[1].plan == load(planned)[1].plan
 
 
-@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -126,7 +123,6 @@ def test_usage_errors(model, sketchwalk, options, message):
     assert not plan_path(model).exists()
 
 
-@pytest.mark.unchecked
 def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(
     model, sketchwalk, monkeypatch
 ):
@@ -139,7 +135,6 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_any_work(
     assert "Permission denied" in err and "give --out FILE" in err
 
 
-@pytest.mark.unchecked
 def test_info_says_which_plan_a_model_has(planned, model, tmp_path, sketchwalk):
     found = json.loads(sketchwalk("info", "--model", planned, "--json")[0])
     plan = load(planned)[1].plan
@@ -161,7 +156,6 @@ def test_info_says_which_plan_a_model_has(planned, model, tmp_path, sketchwalk):
 
 
 @pytest.mark.slow
-@pytest.mark.unchecked
 def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, sketchwalk):
     command = ["generate", "--model", planned, "--prompt", "walk " * 60, "--json"]
     command += ["--max-new-tokens", "2", "--preset", "recommended"]
@@ -177,7 +171,6 @@ def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, 
 
 
 @pytest.mark.weekly
-@pytest.mark.unchecked
 def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, sketchwalk):
     out = tmp_path / "quality.json"
     command = ["eval", "--model", planned, "--policy", "sketchwalk", "--tokens", "1024"]

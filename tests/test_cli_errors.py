@@ -158,6 +158,27 @@ def test_mistake_of_another_command_is_named_before_anything_is_read(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.unchecked
+def test_results_of_something_else_are_not_overwritten(model, tmp_path, refuse):
+    out = tmp_path / "quality.json"
+    out.write_text('{"meta": {"wall_s": 1.0, "seed": 5}, "rows": []}')
+    message = refuse(1, "eval", "--model", model, "--tokens", 512, "--out", out)
+    assert "seed 5 there, 0 now; " in message
+    assert json.loads(out.read_text())["meta"]["seed"] == 5
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    ("phase", "left_out"), [("prefill", True), ("both", True), ("decode", False)]
+)
+@pytest.mark.unchecked
+def test_policies_without_the_phase_asked_for_are_named(model, sketchwalk, phase, left_out):
+    command = ["eval", "--model", model, "--policy", "quest", "--phase", phase]
+    err = sketchwalk(*command, "--tokens", 512, "--text", "none.txt", status=2)[1]  # at once
+    warning = "warning: --policy quest selects in decode only and is left out; add --phase decode\n"
+    assert err.startswith(warning) == left_out
+
+
 def test_sampling_is_checked_before_a_checkpoint_is_looked_for(tmp_path, refuse):
     wrong = ["--prompt", "a", "--top-p", 2]
     message = refuse(2, "generate", "--model", tmp_path / "missing", *wrong)

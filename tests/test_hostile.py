@@ -20,11 +20,15 @@ from sketchwalk_jax.text.tokenizer import apply_chat_template, load_tokenizer
 pytestmark = pytest.mark.unchecked
 
 
+@pytest.fixture(autouse=True)
+def _programs_import_the_package(monkeypatch, program_environment):
+    monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
+
+
 @pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", hostile.KINDS)
-def test_broken_input_is_read_or_refused(kind, share, monkeypatch, program_environment):
+def test_broken_input_is_read_or_refused(kind, share):
     """Tries 2,000 cases of all kinds: no other error, no crash, no hang, no half-written file."""
-    monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
     count = int(share * hostile.KINDS[kind])
     found = hostile.fuzz(kind, seed=0, first=0, count=count)
     assert found["cases"] == count
@@ -34,9 +38,8 @@ def test_broken_input_is_read_or_refused(kind, share, monkeypatch, program_envir
 
 
 @pytest.mark.slow
-def test_the_fuzzer_finds_what_it_looks_for(monkeypatch, tmp_path, program_environment):
+def test_the_fuzzer_finds_what_it_looks_for(monkeypatch, tmp_path):
     """Adds a kind for each finding: another error, a crash, a hang, and too much memory."""
-    monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
     source = (hostile.Path(hostile.__file__)).read_text(encoding="utf-8")
     broken = """
 def run_plan(case, rng):
@@ -65,20 +68,19 @@ RUN: dict["""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def tokenizer(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    checkpoints.write_checkpoint(directory, tokenizer=True)
-    return directory
+    checkpoints.write_byte_tokenizer(directory)
+    return load_tokenizer(directory)
 
 
 @pytest.mark.parametrize("source", hostile.ATTACKS)
-def test_templates_that_attack_are_stopped(source, model, monkeypatch):
+def test_templates_that_attack_are_stopped(source, tokenizer, monkeypatch):
     """Templates stop soon, and read nothing that they should not."""
     monkeypatch.setattr(chat_templates, "SECONDS", 1.0)
     monkeypatch.setattr(chat_templates, "GROWTH", 2**27)
-    tokenizer, start = load_tokenizer(model), time.monotonic()
     tokenizer.chat_template = source
-    previous = sys.gettrace()
+    start, previous = time.monotonic(), sys.gettrace()
     try:
         text = bytes(apply_chat_template(tokenizer, "a" * 200).astype(np.uint8).tolist())
         assert b"root:" not in text and b"class" not in text and len(text) < 10**6
@@ -97,11 +99,10 @@ def test_templates_that_attack_are_stopped(source, model, monkeypatch):
         ("{{ raise_exception('no users') }}", "refuses the messages: no users"),
     ],
 )
-def test_what_stops_a_template_is_said(source, message, model, monkeypatch):
+def test_what_stops_a_template_is_said(source, message, tokenizer, monkeypatch):
     # Where time is not the limit under test, allow enough for a busy machine.
     monkeypatch.setattr(chat_templates, "SECONDS", 1.0 if "seconds" in message else 600.0)
     monkeypatch.setattr(chat_templates, "GROWTH", 2**27)
-    tokenizer = load_tokenizer(model)
     tokenizer.chat_template = source
     with pytest.raises(ValueError, match=message):
         apply_chat_template(tokenizer, "a")
@@ -117,8 +118,7 @@ def test_what_stops_a_template_is_said(source, message, model, monkeypatch):
         "{# 2 ** 20250131 #}{% if 999_999 > 1.23456789 %}2 ** 20250131{% endif %}",
     ],
 )
-def test_text_in_a_template_is_no_operation(source, model):
-    tokenizer = load_tokenizer(model)
+def test_text_in_a_template_is_no_operation(source, tokenizer):
     tokenizer.chat_template = source
     assert len(apply_chat_template(tokenizer, "a")) > 3
 
@@ -132,14 +132,13 @@ def test_text_in_a_template_is_no_operation(source, model):
         "{{ " + 200 * "9" + " }}", "{{ 'a' * ('9999999' | int) }}", "{{ ('%' ~ '9999999d') % 1 }}",
     ],
 )  # fmt: skip
-def test_operations_that_fill_any_memory_are_refused(source, model):
-    tokenizer = load_tokenizer(model)
+def test_operations_that_fill_any_memory_are_refused(source, tokenizer):
     tokenizer.chat_template = source
     with pytest.raises(ValueError, match="no powers and no numbers of more than six digits"):
         apply_chat_template(tokenizer, "a")
 
 
-def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(model, tmp_path, monkeypatch):
+def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("something was unpickled")
 
@@ -171,18 +170,12 @@ def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(model, tmp_path, 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("kind", kills.WRITERS)
-def test_who_is_killed_while_writing_loses_nothing_that_was_finished(
-    kind, tmp_path, monkeypatch, program_environment
-):
-    monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
+def test_who_is_killed_while_writing_loses_nothing_that_was_finished(kind, tmp_path):
     found = kills.kill(kind, kills=4, seed=0, folder=tmp_path)
     assert found["versions"] >= found["kills"] == 4  # more versions depend on speed
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("kind", kills.RUNS)
-def test_a_run_that_is_killed_goes_on_to_the_same_result(
-    kind, tmp_path, monkeypatch, program_environment
-):
-    monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
+def test_a_run_that_is_killed_goes_on_to_the_same_result(kind, tmp_path):
     assert kills.kill(kind, kills=1, seed=0, folder=tmp_path)["kills"] == 1

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from sketchwalk_jax._version import __version__
-from sketchwalk_jax.cli import bench, calibrate, chat, demo, evaluate, generate, info, report
+from sketchwalk_jax.cli import bench, calibrate, chat, demo, evaluate, generate, info
 from sketchwalk_jax.cli.errors import EXPECTED, explain, show_warning
 from sketchwalk_jax.cli.options import field
 
@@ -23,7 +23,7 @@ COMMANDS = {
     "eval": evaluate.Evaluate,
     "generate": generate.Generate,
     "info": info.Info,
-    "report": report.Report,
+    "report": evaluate.Report,
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

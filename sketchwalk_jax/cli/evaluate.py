@@ -1,4 +1,4 @@
-"""`sketchwalk eval`: measures what a selection loses on a checkpoint, at measured density."""
+"""`sketchwalk eval` measures what a selection loses; `sketchwalk report` shows its results."""
 
 import dataclasses
 import itertools
@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.options import METHOD, TEXT, field
 from sketchwalk_jax.evaluation.provenance import hash_weights
+from sketchwalk_jax.evaluation.report import describe_gaps, model_drawings, write_report
+from sketchwalk_jax.evaluation.results import read_results
 from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, evaluate_model
 from sketchwalk_jax.evaluation.settings import EvaluationConfig
@@ -27,7 +31,9 @@ from sketchwalk_jax.evaluation.tables import (
 )
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
+from sketchwalk_jax.plots import import_pyplot
 from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.progress import elapsed
 from sketchwalk_jax.text.haystack import read_text
 
 _SIZE = "Amount"
@@ -234,3 +240,61 @@ def _table_of(rows: Sequence[Row], tokens: int) -> str:
 
 def _two_digits(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Report:
+    """Make a report of an evaluation: its tables and figures.
+
+    Figures take matplotlib. Nothing is measured again.
+    """
+
+    results: Path = typer.Argument(
+        Path("quality.json"), metavar="FILE", help="Results that `sketchwalk eval` wrote."
+    )
+    out: Path = field(
+        "--out DIR", "Folder for report.md and its figures.", value=Path("quality-report")
+    )
+    model: Path | None = field(
+        "--model PATH",
+        "The checkpoint that was measured: adds the blocks that it attends to in one prompt.",
+        default=False,
+    )
+    no_figures: bool = field("--no-figures", "Write tables only.")
+
+    def run(self) -> None:
+        """Writes the files."""
+        if self.out.exists() and not self.out.is_dir():
+            raise UsageError(f"--out must be a folder, got the file {str(self.out)!r}")
+        if self.model is not None and self.no_figures:
+            raise UsageError(
+                "--model must not be given together with --no-figures: it adds figures"
+            )
+        found = read_results(self.results)
+        if not self.no_figures:
+            try:
+                import_pyplot()
+            except ImportError as error:
+                raise UsageError(
+                    f"--no-figures must be given without matplotlib: {error}"
+                ) from error
+            import matplotlib
+
+            matplotlib.use("Agg")  # files only, no windows
+        more = {}
+        if self.model is not None:
+            directory = options.check_model(self.model)
+            if hash_weights(directory) != found.meta["model"]["sha256"]:
+                raise UsageError(
+                    f"--model must be the checkpoint that {self.results} is of, "
+                    f"{found.meta['model']['name']}; got other weights in {str(self.model)!r}"
+                )
+            tokenizer = prompt.open_tokenizer(directory)
+            params, model_config = options.load_model(directory, "float32")
+            more = model_drawings(params, model_config, tokenizer)
+        with elapsed("drawing"):
+            written = write_report(found, self.out, has_figures=not self.no_figures, more=more)
+        for gap in describe_gaps(found):
+            warnings.warn(gap.replace("*", ""), stacklevel=2)
+        figures = len(written) - 1
+        print(f"{written[0]}: tables{f' and {figures} figures' if figures else ''}", flush=True)
