@@ -59,10 +59,7 @@ class Calibrate(options.Command):
         path = plan_path(directory) if self.out is None else self.out
         _check_file(path, overwrite=self.overwrite)
         model_config = ModelConfig.from_pretrained(directory)
-        num_tokens = (
-            min(MOST_TOKENS, model_config.context_length) if self.tokens is None else self.tokens
-        )
-        options.check_context("--tokens", num_tokens, model_config)
+        num_tokens = options.check_context("--tokens", self.tokens, model_config, usual=MOST_TOKENS)
         least = 10 * RecommendedConfig().block_size
         if num_tokens < least:
             whose = ", the model's context" if self.tokens is None else ""

@@ -115,10 +115,7 @@ class Demo(options.Command):
             for one in rivals.values():
                 Settings(model_config=model_config, policy=one, phase=self.phase)
         placement = options.make_placement(self.mesh, model_config, config, *rivals.values())
-        num_tokens = self.tokens
-        if num_tokens is None:
-            num_tokens = min(TOKENS, model_config.context_length)
-        options.check_context("--tokens", num_tokens, model_config)
+        num_tokens = options.check_context("--tokens", self.tokens, model_config, usual=TOKENS)
         least = self.facts * TOKENS_PER_FACT + ROOM
         if num_tokens < least:
             raise UsageError(

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import json
 import platform
 from pathlib import Path
@@ -58,15 +57,12 @@ class Info(options.PolicyCommand):
         plan, about_plan = _describe_plan(directory)
         config = options.take_plan(config, self.fields, plan)
         dtype = options.choose_dtype(self.dtype, model_config)
-        max_tokens = model_config.context_length if self.context is None else self.context
-        options.check_context("--context", max_tokens, model_config)
+        max_tokens = options.check_context("--context", self.context, model_config)
         found: dict[str, Any] = {
             "environment": _describe_environment(model_config, config, dtype),
-            "model": _describe_checkpoint(
-                directory, model_config, dtype=dtype, weights=self.weights
-            ),
+            "model": _describe_checkpoint(directory, model_config, dtype, self.weights),
             "plan": about_plan,
-            "cache": _describe_cache(model_config, config, max_tokens=max_tokens, dtype=dtype),
+            "cache": _describe_cache(model_config, config, max_tokens, dtype),
             "break_even": {
                 phase: _describe_break_even(config, phase, model_config) for phase in config.phases
             },
@@ -122,7 +118,7 @@ def _describe_selection(policy: Policy, what: str) -> dict[str, Any]:
 
 
 def _describe_checkpoint(
-    directory: Path, model_config: ModelConfig, *, dtype: str, weights: str | None
+    directory: Path, model_config: ModelConfig, dtype: str, weights: str | None
 ) -> dict[str, Any]:
     """Describes sizes and settings of the model, and its stored and loaded bytes.
 
@@ -164,34 +160,22 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     if plan is None:
         advice = f"sketchwalk calibrate --model {directory}"
         return None, about | {"file": None, "advice": advice}
-    layers = {f"{one:g}": planned_layers(plan, one) for one in _SHOWN_DENSITIES}
-    densities = {name: [density for density, _ in some] for name, some in layers.items()}
-    return plan, about | {
-        "short_hash": plan.short_hash,
-        "densities": densities,
-        "representatives": {name: [count for _, count in some] for name, some in layers.items()},
-        "losses": {
-            name: {
-                "planned": plan.loss(some),
-                "equal": plan.loss([float(name)] * plan.num_layers),
-            }
-            for name, some in densities.items()
-        },
-    }
+    about |= {"short_hash": plan.short_hash, "densities": {}, "representatives": {}, "losses": {}}
+    for density in _SHOWN_DENSITIES:
+        name, layers = f"{density:g}", planned_layers(plan, density)
+        densities = about["densities"][name] = [one for one, _ in layers]
+        about["representatives"][name] = [count for _, count in layers]
+        equal = plan.loss([density] * plan.num_layers)
+        about["losses"][name] = {"planned": plan.loss(densities), "equal": equal}
+    return plan, about
 
 
 def _describe_cache(
-    model_config: ModelConfig, config: Policy, *, max_tokens: int, dtype: str
+    model_config: ModelConfig, config: Policy, max_tokens: int, dtype: str
 ) -> dict[str, Any]:
-    """Sizes the cache of one sequence in bytes, without allocating it.
-
-    Raises:
-      ValueError: If `max_tokens` is more than the model's context.
-    """
-    make = functools.partial(
-        empty_cache, model_config, config, batch=1, max_tokens=max_tokens, dtype=dtype
-    )
-    shapes = jax.eval_shape(make)
+    """Sizes the cache of one sequence in bytes, without allocating it."""
+    sizes: dict[str, Any] = {"batch": 1, "max_tokens": max_tokens, "dtype": dtype}
+    shapes = jax.eval_shape(lambda: empty_cache(model_config, config, **sizes))
     return {
         "tokens": max_tokens,
         "dtype": dtype,
@@ -208,10 +192,10 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
     slower up to `longest` tokens.
     """
     found = Auto(config).find(phase, model_config)
-    about = {"tokens": None, "longest": None, "is_expected": False, "problem": None}
     if isinstance(found, str):
-        return about | {"problem": found}
-    return about | {name: getattr(found, name) for name in ("tokens", "longest", "is_expected")}
+        return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
+    names = ("tokens", "longest", "is_expected")
+    return {name: getattr(found, name) for name in names} | {"problem": None}
 
 
 def _to_text(found: dict[str, Any]) -> str:

@@ -351,13 +351,22 @@ def choose_dtype(dtype: str | None, model_config: ModelConfig) -> str:
     return dtype or ("float32" if jax.default_backend() == "cpu" else model_config.dtype)
 
 
-def check_context(name: str, tokens: int, model_config: ModelConfig) -> None:
-    """Raises a `UsageError` for more tokens than the model's context."""
+def check_context(
+    name: str, tokens: int | None, model_config: ModelConfig, *, usual: int | None = None
+) -> int:
+    """Returns the length of an option; by default `usual`, or the model's context if shorter.
+
+    Raises:
+      UsageError: If it is longer than the context.
+    """
     longest = model_config.context_length
+    if tokens is None:
+        return longest if usual is None else min(usual, longest)
     if tokens > longest:
         raise UsageError(
             f"{name} must not exceed the model's context of {longest} tokens, got {tokens}"
         )
+    return tokens
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 0, gap: int = 2) -> str:
