@@ -6,7 +6,6 @@ The server has folders as repositories of one commit, answers ranges, and record
 import hashlib
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -23,16 +22,14 @@ class Hub:
         asked: Paths of all requests for files, with the requested range, if any.
         stopped: Names of files whose transfer stalls in the middle.
         dropped: Names of files whose connection breaks in the middle, once.
-        rate: Bytes per second of each file; None for no limit.
     """
 
-    def __init__(self, *, rate: float | None = None) -> None:
+    def __init__(self) -> None:
         self.repositories: dict[str, Path] = {}
         self.gated: set[str] = set()
         self.asked: list[tuple[str, str | None]] = []
         self.stopped: set[str] = set()
         self.dropped: set[str] = set()
-        self.rate = rate
         self._may_go_on = threading.Event()
 
     def __enter__(self) -> Self:
@@ -109,24 +106,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.served.asked.append((file.name, span))
         middle = start + (len(content) - start) // 2
         try:
-            self._write(content[start:middle])
+            self.wfile.write(content[start:middle])
             if file.name in self.served.stopped:
                 self.served._may_go_on.wait()
             elif file.name in self.served.dropped:
                 self.served.dropped.remove(file.name)
             else:
-                self._write(content[middle:])
+                self.wfile.write(content[middle:])
         except OSError:  # the client has closed the connection
             pass
-
-    def _write(self, content: bytes) -> None:
-        size = len(content) if self.served.rate is None else 1 << 14
-        for first in range(0, len(content), max(1, size)):
-            piece = content[first : first + size]
-            self.wfile.write(piece)
-            self.wfile.flush()
-            if self.served.rate is not None:
-                time.sleep(len(piece) / self.served.rate)
 
     def _json(self, value: Any) -> None:
         content = json.dumps(value).encode()

@@ -10,7 +10,6 @@ an uninterrupted run. Kills are SIGKILL: the process cannot clean up.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -118,13 +117,11 @@ class Run:
       command: Gives the command line for an output folder.
       finished: Gives the finished work in a folder.
       result: Gives the result of the whole run.
-      server: A server that the command needs, running meanwhile.
     """
 
     command: Callable[[Path], list[str]]
     finished: Callable[[Path], frozenset[Any]]
     result: Callable[[Path], Any]
-    server: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def sketchwalk(words: str, **options: Path) -> list[str]:
@@ -201,67 +198,9 @@ def prompts(folder: Path) -> Run:
     )
 
 
-# Loads without network first: half a download must not load.
-_DOWNLOAD = """
-import os
-os.environ.update({environment})
-from huggingface_hub import constants
-constants.DOWNLOAD_CHUNK_SIZE = 1 << 14  # 10 MB are more than the files have
-import jax
-from sketchwalk_jax.models import load
-constants.HF_HUB_OFFLINE = True
-try:
-    before = load("org/name", progress=False)
-except ConnectionError as error:
-    assert "HF_HUB_OFFLINE is set" in str(error), error
-    before = None
-constants.HF_HUB_OFFLINE = False
-after = load("org/name", progress=False)
-if before is not None:
-    assert before[1] == after[1]
-    jax.tree.map(lambda a, b: None if (a == b).all() else 1 / 0, before[0], after[0])
-"""
-
-
-def download(folder: Path) -> Run:
-    """Returns a run of `load("org/name")` from a slow hub on this machine."""
-    import checkpoints
-    from hub_server import Hub
-
-    # Parts of different sizes finish one after another.
-    hub, repository = Hub(rate=3e6), folder / "repository"
-    checkpoints.write_checkpoint(
-        repository, "qwen3", tokenizer=True, num_shards=4, vocab_size=8192, hidden_size=64
-    )
-    hub.repositories["org/name"] = repository
-    known, num_asked = dict[Path, frozenset[str]](), 0
-
-    def finished(out: Path) -> frozenset[str]:
-        """Returns the finished files; each must be whole and requested only once."""
-        nonlocal num_asked
-        found = {path.name: path for path in out.glob("hub/models--org--name/snapshots/*/*")}
-        for name, path in found.items():
-            assert path.read_bytes() == (repository / name).read_bytes(), f"{name} is not whole"
-        again = {name for name, _ in hub.asked[num_asked:]} & known.get(out, frozenset())
-        assert not again, f"{again} were there and asked for again"
-        known[out], num_asked = frozenset(found), len(hub.asked)
-        return known[out]
-
-    def result(out: Path) -> frozenset[str]:
-        found = finished(out)
-        assert found == {path.name for path in repository.iterdir()}
-        return found
-
-    def command(out: Path) -> list[str]:
-        return [sys.executable, "-c", _DOWNLOAD.format(environment=hub.environment(out))]
-
-    return Run(command, finished, result, server=hub)
-
-
 RUNS: dict[str, Callable[[Path], Run]] = {
     "evaluation": evaluation,
     "prompts": prompts,
-    "download": download,
 }
 KINDS = (*WRITERS, *RUNS)
 
@@ -340,9 +279,7 @@ def kill(kind: str, *, kills: int, seed: int, folder: Path) -> dict[str, Any]:
     """
     if kind in WRITERS:
         return kill_writer(kind, kills=kills, seed=seed, folder=folder)
-    run = RUNS[kind](folder)
-    with run.server:
-        return kill_run(kind, run, kills=kills, seed=seed, folder=folder)
+    return kill_run(kind, RUNS[kind](folder), kills=kills, seed=seed, folder=folder)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
@@ -49,77 +48,47 @@ def without_weights(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(options, "load", None)
 
 
-MISTAKES = {
-    "two prompts": (["--prompt", "a", "--prompt-file", "b"], "must not be given together"),
-    "system without chat": (["--prompt", "a", "--system", "b"], "together with --chat"),
-    "prompts without out": (["--prompts", "a"], "--prompts must be given together with --out"),
-    "out without prompts": (["--out", "a"], "--out must be given together with --prompts"),
-    "prompts and a prompt": (
-        ["--prompts", "a", "--out", "b", "--prompt", "c"],
-        "--prompts must not be given together with --prompt",
-    ),
-    "prompts as one object": (
-        ["--prompts", "a", "--out", "b", "--json"],
-        "--json must not be given together with --prompts",
-    ),
-    "unknown policy": (["--policy", "kascade"], "--policy must be one of ('dense', 'streaming'"),
-    "unknown preset": (["--preset", "best"], "--preset must be one of ('recommended',"),
-    "density of dense": (["--policy", "dense", "--density", 2], "--density must be in (0, 1]"),
-    "density nan": (["--density", "nan"], "--density must be in (0, 1], got nan"),
-    "density infinite": (["--density", "inf"], "--density must be in (0, 1], got inf"),
-    "density 0": (["--density", 0], "--density must be in (0, 1], got 0.0"),
-    "density 1.5": (["--density", 1.5], "--density must be in (0, 1], got 1.5"),
-    "density no number": (["--density", "low"], "'--density'"),
-    "field without value": (["--set", "seed"], "--set must be FIELD=VALUE, got 'seed'"),
-    "unknown field": (
-        ["--policy", "minference", "--set", "gamma=1"],
-        "--set must name a field of minference, block_size, dense_layers, pattern",
-    ),
-    "wrong field": (
-        ["--policy", "minference", "--set", "scale=-1"],
-        "--set scale must be in [0, inf), got -1",
-    ),
-    "field of the wrong type": (["--set", "exponent=high"], "--set exponent must be a positive"),
-    "density of a policy with a knob": (
-        ["--policy", "flexprefill", "--density", 2],
-        "--density must be in (0, 1]",
-    ),
-    "phase that a policy lacks": (
-        ["--policy", "flexprefill", "--phase", "decode"],
-        "--phase must be 'both' or 'prefill' for FlexPrefillConfig",
-    ),
-    "unknown phase": (["--phase", "all"], "--phase must be one of ('both', 'prefill', 'decode')"),
-    "chunk of 100": (["--chunk-size", 100], "--chunk-size must be a positive multiple of"),
-    "mesh of sequences": (["--mesh", "data=2"], "--mesh must be tensor=RANKS, sequence=RANKS or"),
-    "mesh of too many": (["--mesh", "tensor=4,sequence=64"], "--mesh must have at most the "),
-    "chunk of 0": (["--chunk-size", 0], "--chunk-size must be a positive multiple of"),
-    "unknown dtype": (["--dtype", "int8"], "'--dtype': Value error, 'int8' is not one of 'float3"),
-    "unknown weights": (["--weights", "int4"], "'int4' is not one of 'float8', 'int8'"),
-    "no new tokens": (["--max-new-tokens", 0], "'--max-new-tokens'"),
-    "pieces of no token": (["--stream-every", 0], "'--stream-every'"),
-    "negative seed": (["--seed", -1], "'--seed'"),
-    "negative temperature": (["--temperature", -1], "--temperature must be finite and at least 0"),
-    "temperature nan": (["--temperature", "nan"], "--temperature must be finite and at least 0"),
-    "negative top-k": (["--top-k", -1], "--top-k must be an integer in [0, 2**31), got -1"),
-    "top-p of 2": (["--top-p", 2], "--top-p must be in [0, 1], got 2.0"),
-    "min-p of 2": (["--min-p", 2], "--min-p must be in [0, 1], got 2.0"),
-    "penalty of 0": (["--repetition-penalty", 0], "--repetition-penalty must be finite and"),
-    "unknown option": (["--fast"], "--fast"),
-    "unknown command": (["translate"], "translate"),
-    "no command": ([], "command"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_on_the_command_line_is_named(arguments, message, model, refuse, without_weights):
-    if arguments and str(arguments[0]).startswith("--"):
-        prompt = [] if "--prompt" in arguments else ["--prompt", "a"]
-        arguments = ["generate", "--model", model, *prompt, *arguments]
-    assert message in refuse(2, *arguments)
-
-
-# The options that `generate` shares are in the table above.
-OF_OTHER_COMMANDS = [
+# Commands with mistakes. `generate`, the command by default, gets a prompt if it has none.
+MISTAKES = [
+    ("--prompt a --prompt-file b", "--prompt and --prompt-file must not be given together"),
+    ("--prompt a --system b", "--system must be given together with --chat"),
+    ("--prompts a", "--prompts must be given together with --out"),
+    ("--out a", "--out must be given together with --prompts"),
+    ("--prompts a --out b --prompt c", "--prompts must not be given together with --prompt"),
+    ("--prompts a --out b --json", "--json must not be given together with --prompts"),
+    ("--policy kascade", "--policy must be one of ('dense', 'streaming'"),
+    ("--preset best", "--preset must be one of ('recommended',"),
+    ("--policy dense --density 2", "--density must be in (0, 1]"),
+    ("--policy flexprefill --density 2", "--density must be in (0, 1]"),
+    ("--density nan", "--density must be in (0, 1], got nan"),
+    ("--density inf", "--density must be in (0, 1], got inf"),
+    ("--density 0", "--density must be in (0, 1], got 0.0"),
+    ("--density 1.5", "--density must be in (0, 1], got 1.5"),
+    ("--density low", "Invalid value for '--density'"),
+    ("--set seed", "--set must be FIELD=VALUE, got 'seed'"),
+    ("--set exponent=high", "--set exponent must be a positive"),
+    ("--policy minference --set gamma=1", "--set must name a field of minference, block_size, de"),
+    ("--policy minference --set scale=-1", "--set scale must be in [0, inf), got -1"),
+    ("--policy flexprefill --phase decode", "--phase must be 'both' or 'prefill' for FlexPrefill"),
+    ("--phase all", "--phase must be one of ('both', 'prefill', 'decode')"),
+    ("--chunk-size 100", "--chunk-size must be a positive multiple of"),
+    ("--chunk-size 0", "--chunk-size must be a positive multiple of"),
+    ("--mesh data=2", "--mesh must be tensor=RANKS, sequence=RANKS or"),
+    ("--mesh tensor=4,sequence=64", "--mesh must have at most the "),
+    ("--dtype int8", "Invalid value for '--dtype': Value error, 'int8' is not one of 'float32'"),
+    ("--weights int4", "Invalid value for '--weights': Value error, 'int4' is not one of 'float8'"),
+    ("--max-new-tokens 0", "Invalid value for '--max-new-tokens'"),
+    ("--stream-every 0", "Invalid value for '--stream-every'"),
+    ("--seed -1", "Invalid value for '--seed'"),
+    ("--temperature -1", "--temperature must be finite and at least 0"),
+    ("--temperature nan", "--temperature must be finite and at least 0"),
+    ("--top-k -1", "--top-k must be an integer in [0, 2**31), got -1"),
+    ("--top-p 2", "--top-p must be in [0, 1], got 2.0"),
+    ("--min-p 2", "--min-p must be in [0, 1], got 2.0"),
+    ("--repetition-penalty 0", "--repetition-penalty must be finite and"),
+    ("--fast", "No such option: --fast"),
+    ("translate", "No such command 'translate'"),
+    ("", "Missing command"),
     ("eval --policy kascade", "--policy must be one of ('dense',"),
     ("eval --preset a", "--preset must be one of ('recommended',"),
     ("eval --phase middle", "--phase must be one of"),
@@ -133,6 +102,7 @@ OF_OTHER_COMMANDS = [
     ("eval --prompts 0", "--prompts must be a positive integer, got 0"),
     ("eval --tokens 512 --text-tail 2", "--text-tail must be in (0, 1], got 2"),
     ("eval --tokens 512 --text none.txt", "--text must be a readable UTF-8 file"),
+    ("info --context 513", "--context must not exceed the model's context of 512 tokens, got 513"),
     ("bench --preset a", "--preset must be one of ('recommended',"),
     ("bench --tokens 100000", "--tokens must not exceed the model's context of"),
     ("bench --tokens 5", "Invalid value for '--tokens': Input should be greater than or"),
@@ -147,14 +117,17 @@ OF_OTHER_COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), OF_OTHER_COMMANDS)
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
 @pytest.mark.unchecked
-def test_mistake_of_another_command_is_named_before_anything_is_read(
+def test_mistake_on_the_command_line_is_named_before_anything_is_read(
     words, message, model, tmp_path, refuse, without_weights, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    command, *arguments = words.split()
-    assert refuse(2, command, "--model", model, *arguments).startswith(f"error: {message}")
+    command = words.split()
+    if words.startswith("--"):
+        command = ["generate", *([] if "--prompt" in command else ["--prompt", "a"]), *command]
+    where = ["--model", model] if len(command) > 1 else []
+    assert refuse(2, *command, *where).startswith(f"error: {message}")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -275,73 +248,56 @@ def test_prompt_file_that_cannot_be_read_is_named(tmp_path, model, refuse):
         assert str(path) in message and reason in message
 
 
-def test_context_beyond_the_model_is_refused(model, refuse):
-    message = refuse(2, "info", "--model", model, "--context", 513)
-    assert "--context must not exceed the model's context of 512 tokens, got 513" in message
+def damage(file: Path, change: None | int | str | dict) -> None:
+    """Removes a file, cuts it to a size, replaces it by a text, or changes entries of its JSON."""
+    match change:
+        case None:
+            file.unlink()
+        case int():
+            file.write_bytes(file.read_bytes()[:change])
+        case str():
+            file.write_text(change)
+        case _:
+            file.write_text(json.dumps(json.loads(file.read_text()) | change))
 
 
-def edit_json(path: Path, **entries: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-
-def truncate(path: Path, size: int) -> None:
-    path.write_bytes(path.read_bytes()[:size])
-
-
-BEFORE_WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda model: (model / "config.json").unlink(), "config.json does not exist"),
-    "config cut off": (lambda model: truncate(model / "config.json", 20), "must be a JSON file"),
-    "unsupported feature": (
-        lambda model: edit_json(model / "config.json", attn_logit_softcapping=30.0),
-        "attn_logit_softcapping=30.0",
-    ),
-    "no tokenizer": (
-        lambda model: (model / "tokenizer.json").unlink(),
-        "must hold tokenizer files",
-    ),
-    "tokenizer cut off": (
-        lambda model: truncate(model / "tokenizer.json", 100),
-        "cannot be opened: EOF while parsing",
-    ),
-    "tokens beyond the vocabulary": (
-        lambda model: edit_json(model / "config.json", vocab_size=64),
-        "the model's 64 tokens, got token 121",
-    ),
-    "no chat template": (
-        lambda model: edit_json(model / "tokenizer_config.json", chat_template=None),
-        "--chat must be left out: the checkpoint has no chat template",
-    ),
-    "template that refuses": (
-        lambda model: edit_json(
-            model / "tokenizer_config.json", chat_template="{{ raise_exception('no users') }}"
-        ),
-        "the chat template refuses the messages: no users",
-    ),
-    "no generation config": (lambda model: None, "has no generation_config.json"),
-    "generation config with text": (
-        lambda model: (model / "generation_config.json").write_text('{"repetition_penalty": "1"}'),
+REFUSING = {"chat_template": "{{ raise_exception('no users') }}"}
+BAD_CHECKPOINTS = [
+    ("", "config.json", None, "config.json does not exist"),
+    ("", "config.json", 20, "must be a JSON file"),
+    ("", "config.json", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
+    ("", "config.json", {"vocab_size": 64}, "the model's 64 tokens, got token 121"),
+    ("", "tokenizer.json", None, "must hold tokenizer files"),
+    ("", "tokenizer.json", 100, "cannot be opened: EOF while parsing"),
+    ("--chat", "tokenizer_config.json", {"chat_template": None}, "--chat must be left out: the ch"),
+    ("--chat", "tokenizer_config.json", REFUSING, "template refuses the messages: no users"),
+    ("--generation-config", "README.md", "No settings.", "has no generation_config.json"),
+    (
+        "--generation-config",
+        "generation_config.json",
+        '{"repetition_penalty": "1"}',
         "must give numbers for its sampling settings, got {'repetition_penalty': '1'}",
     ),
-    "generation config out of range": (
-        lambda model: (model / "generation_config.json").write_text('{"repetition_penalty": 0}'),
+    (
+        "--generation-config",
+        "generation_config.json",
+        '{"repetition_penalty": 0}',
         "generation_config.json: repetition_penalty must be finite and greater than 0",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("break_it", "message"), BEFORE_WEIGHTS.values(), ids=BEFORE_WEIGHTS)
+@pytest.mark.parametrize(("option", "file", "change", "message"), BAD_CHECKPOINTS)
 def test_bad_checkpoint_is_refused_before_its_weights_are_read(
-    break_it, message, request, model, refuse, without_weights
+    option, file, change, message, model, refuse, without_weights
 ):
-    break_it(model)
-    case = request.node.callspec.id
-    options = ["--chat"] if "template" in case else []
-    options += ["--generation-config"] if "generation config" in case else []
-    assert message in refuse(1, "generate", "--model", model, "--prompt", "my", *options)
+    damage(model / file, change)
+    options = ["--prompt", "my", *option.split()]
+    assert message in refuse(1, "generate", "--model", model, *options)
 
 
 def test_bad_weights_are_refused(model, refuse):
-    truncate(model / "model.safetensors", 5000)
+    damage(model / "model.safetensors", 5000)
     message = refuse(1, "generate", "--model", model, "--prompt", "a")
     assert "truncated or corrupt" in message and "download it again" in message
 

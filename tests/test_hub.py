@@ -17,6 +17,7 @@ from hub_server import COMMIT, Hub
 from sketchwalk_jax.models.hub import checkpoint_name, is_hub_name
 
 NAME = "someone/tiny-model"
+SHARDS = tuple(f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
 
 # Answers a line of JSON for each name on standard input. Chunks are small, as the hub's client
 # writes whole chunks to disk: its 10 MB are larger than the files.
@@ -109,7 +110,7 @@ def test_a_model_is_fetched_by_its_name_and_found_again_offline(
     assert folder.name == COMMIT and checkpoint_name(folder) == "tiny-model"
     wanted = {"config.json", "tokenizer.json", "tokenizer_config.json"}
     wanted |= {"model.safetensors.index.json"}
-    wanted |= {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    wanted |= set(SHARDS)
     assert {file.name for file in folder.rglob("*")} == wanted
     assert {name for name, _ in hub.asked} == wanted
 
@@ -142,29 +143,37 @@ def test_a_model_is_fetched_by_its_name_and_found_again_offline(
 
 
 @pytest.mark.slow
-def test_broken_connections_and_killed_downloads_go_on(
-    hub: Hub, tmp_path: Path, program_environment
+@pytest.mark.parametrize("stopped", ["config.json", "tokenizer.json", SHARDS[1]])
+def test_killed_downloads_do_not_load_and_go_on_with_the_missing_files(
+    stopped, hub: Hub, tmp_path: Path, program_environment
 ):
-    """A broken connection continues inside the file, a killed download with the missing files."""
     home = tmp_path / "home"
     environment = program_environment | hub.environment(home)
-    done, stopped = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
-    hub.dropped, hub.stopped = {done}, {stopped}
+    hub.dropped, hub.stopped = {SHARDS[0]}, {stopped}
     first = Driver(environment, tmp_path)
     first.ask(NAME)
     deadline = time.monotonic() + 300
-    while not list(home.rglob(done)) and time.monotonic() < deadline:
+    before = SHARDS[0] if stopped == SHARDS[1] else "model.safetensors.index.json"
+    while time.monotonic() < deadline and not (
+        list(home.rglob(before)) and stopped in dict(hub.asked)
+    ):
         time.sleep(0.05)
     first.close()
-    whole, rest = (span for name, span in hub.asked if name == done)
-    assert whole is None and rest is not None and rest.startswith("bytes=") and rest != "bytes=0-"
+    done = {path.name for path in home.rglob("snapshots/*/*")}
+    assert before in done and stopped not in done
     hub.stopped, asked = set(), len(hub.asked)
+    offline = Driver(environment | {"HF_HUB_OFFLINE": "1"}, tmp_path)
+    assert offline.find(NAME)["error"] == "ConnectionError"
+    offline.close()
     second = Driver(environment, tmp_path)
     folder = Path(second.find(NAME)["folder"])
     second.close()
-    assert [name for name, _ in hub.asked[asked:]] == [stopped]
-    for name in (done, stopped):
+    assert not done & {name for name, _ in hub.asked[asked:]}
+    for name in (*SHARDS, "config.json", "tokenizer.json"):
         assert (folder / name).read_bytes() == (hub.repositories[NAME] / name).read_bytes()
+    # A broken connection goes on inside the file.
+    whole, rest = (span for name, span in hub.asked if name == SHARDS[0])
+    assert whole is None and rest is not None and rest.startswith("bytes=") and rest != "bytes=0-"
 
 
 def test_names_of_the_hub_are_told_from_paths():

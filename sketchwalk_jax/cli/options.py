@@ -100,7 +100,7 @@ MESH = field(
 
 
 class Prepared(NamedTuple):
-    """What a command knows of its run before it reads the weights.
+    """A run whose options are checked, before its weights are read.
 
     Attributes:
       directory: The checkpoint.
