@@ -38,7 +38,8 @@ def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, progra
     command = [sys.executable, "-m", "sketchwalk_jax", "generate", "--model", model, "--json"]
     command += ["--max-new-tokens", "8"]
     done = subprocess.run(command, input=PROMPT.encode(), env=environment, capture_output=True)
-    assert done.stderr == b""
+    # A slow machine adds lines of progress.
+    assert not re.sub(rb"(?m)^[\w ]+: \d\d:\d\d\n", b"", done.stderr)
     assert json.loads(done.stdout)["prompt_tokens"] == len(PROMPT)
     assert list(tmp_path.glob("sketchwalk-jax/compiled/*start_decoding*"))
 
