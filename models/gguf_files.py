@@ -44,7 +44,7 @@ IGNORED = frozenset({ROPE_FREQS})
 _PERMUTED = (".attn_q.weight", ".attn_q.bias", ".attn_k.weight", ".attn_k.bias")
 
 
-class GgufFiles(contextlib.AbstractContextManager):
+class GgufFiles(contextlib.AbstractContextManager["GgufFiles"]):
     """All tensors of a GGUF file by name, the counterpart of `TensorFiles`.
 
     Attributes:
@@ -131,10 +131,6 @@ class GgufFiles(contextlib.AbstractContextManager):
         index = np.arange(rows.start, rows.stop)
         part, pair = np.divmod(index % self._head_dim, self._head_dim // 2)
         return index - index % self._head_dim + 2 * pair + part
-
-    def __enter__(self) -> "GgufFiles":
-        """Returns the open file."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Closes the file."""

@@ -24,22 +24,10 @@ from sketchwalk_jax.plan import PLAN_FILE
 from sketchwalk_jax.progress import elapsed, is_shown
 
 SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tekken.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    ADAPTER_CONFIG_FILE,
-    INDEX_FILE,
-    PLAN_FILE,
+    *"config.json generation_config.json tokenizer.json tokenizer_config.json".split(),
+    *"tokenizer.model vocab.json vocab.txt merges.txt tekken.json added_tokens.json".split(),
+    *"special_tokens_map.json chat_template.jinja chat_template.json".split(),
+    *(ADAPTER_CONFIG_FILE, INDEX_FILE, PLAN_FILE),
 )
 """Configuration and tokenizer files, fetched first so that an unsupported model costs little."""
 

@@ -35,7 +35,7 @@ class TensorHeader:
     dtype: str
 
 
-class TensorFiles(contextlib.AbstractContextManager):
+class TensorFiles(contextlib.AbstractContextManager["TensorFiles"]):
     """All tensors of a checkpoint directory by name; a context manager that closes the files.
 
     Attributes:
@@ -132,10 +132,6 @@ class TensorFiles(contextlib.AbstractContextManager):
         tensor = self._handles[self.headers[name].file].get_slice(name)
         # safetensors does not accept a tuple of one slice.
         return tensor[bounds if len(bounds) > 1 else bounds[0]]
-
-    def __enter__(self) -> "TensorFiles":
-        """Returns the open files."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Closes every file."""

@@ -13,7 +13,6 @@ from gguf_checkpoints import write_gguf
 import sketchwalk_jax as sw
 from sketchwalk_jax import LanguageModel, Sampling, SketchWalkConfig
 from sketchwalk_jax.inference import generation
-from sketchwalk_jax.language_model import batches_by_length
 from sketchwalk_jax.text.tokenizer import decode
 
 POLICY = SketchWalkConfig.paper(sketch_dim=8, dense_layers=1, density=0.5)  # blocks of 64 tokens
@@ -87,12 +86,6 @@ def test_a_continuation_keeps_the_space_before_its_first_word(lm):
         assert next(found)[1].text == expected
         pieces = spaced.stream(prompt, max_new_tokens=NEW, is_answer=is_answer)
         assert "".join(pieces) == expected
-
-
-def test_batches_hold_prompts_of_similar_length():
-    lengths = [5, 900, 7, 880, 6, 910, 8]
-    found = batches_by_length(lengths, 3)
-    assert found == [[5, 1, 3], [6, 2, 4], [0]]
 
 
 def test_pieces_are_never_empty_and_join_to_the_text(lm):
