@@ -54,12 +54,6 @@ class GgufFiles(contextlib.AbstractContextManager["GgufFiles"]):
       notes: Empty: one file holds all tensors.
       readable: Types in the file that can be read.
       readable_types: All readable types in words, for errors.
-
-    Example:
-      >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
-      >>> with GgufFiles(header, head_dim=64) as files:  # doctest: +SKIP
-      ...     files.headers["output_norm.weight"].shape
-      (2048,)
     """
 
     described_by = "metadata"

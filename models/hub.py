@@ -99,10 +99,6 @@ def find_checkpoint(
       ConnectionError: If the hub cannot be reached, and the cache lacks files.
       ValueError: If the repository has no safetensors checkpoint.
       NotImplementedError: If the model is not supported; its weights are not downloaded.
-
-    Example:
-      >>> find_checkpoint("Qwen/Qwen3-0.6B").name  # doctest: +SKIP
-      'c1899de289a04d12100db370d81485cdf75e47ca'
     """
     if Path(source).expanduser().exists() or not is_hub_name(source):
         return check_checkpoint(os.fspath(source))

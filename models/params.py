@@ -331,7 +331,7 @@ def check_params(params: Mapping[str, Any], model_config: ModelConfig) -> None:
             f"{type(params).__name__}"
         )
     found = flatten_params(params)
-    expected = _expected(model_config, weights_of(params))
+    expected = flatten_params(param_shapes(model_config, weights=weights_of(params)))
     problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
     wrong_layers = set[int]()
     for path, leaf in found.items():
@@ -393,11 +393,3 @@ def _check_kinds(
             f"params must have layers of the embedding's dtype {dtype}, got {other} for "
             f"layers/{name} and {len(others) - 1} others; load(..., dtype=...) makes all alike"
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _expected(
-    model_config: ModelConfig, weights: str | None
-) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
-    """Returns the shape of every parameter by its path."""
-    return flatten_params(param_shapes(model_config, weights=weights))

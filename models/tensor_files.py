@@ -46,11 +46,6 @@ class TensorFiles(contextlib.AbstractContextManager["TensorFiles"]):
       notes: Disagreements of the index and the files about tensors, by name.
       readable: The dtypes that can be read.
       readable_types: These dtypes in words, for errors.
-
-    Example:
-      >>> with TensorFiles(Path("Llama-3.2-1B")) as files:  # doctest: +SKIP
-      ...     files.headers["model.norm.weight"].shape
-      (2048,)
     """
 
     described_by = "config.json"

@@ -77,18 +77,19 @@ class LayerWeights:
         stacks = [self.stacks[name] for name in names]
         inputs = len(equation.split(",")[0]) - 2  # contracted axes of the input
         is_quantized = "quantized" in stacks[0]
-        options: dict[str, Any] = {}
         if is_quantized:
             weights = [one["quantized"] for one in stacks]
             outputs = [one["scales"].shape[1:] for one in stacks]
-            scales = [one["scales"].reshape(len(one["scales"]), -1) for one in stacks]
-            options = {"is_transposed": True, "weight_scales": scales}
         else:
             weights = [one["kernel"] for one in stacks]
             outputs = [one.shape[1 + inputs :] for one in weights]
         found = None
         if self.multiply is not None:
-            matrices = {}
+            matrices: dict[str, Array] = {}
+            options: dict[str, Any] = {}
+            if is_quantized:
+                scales = [one["scales"].reshape(len(one["scales"]), -1) for one in stacks]
+                options = {"is_transposed": True, "weight_scales": scales}
             for name, one, out in zip(names, weights, outputs, strict=True):
                 sizes = (math.prod(out), -1) if is_quantized else (-1, math.prod(out))
                 matrices[name] = one.reshape(len(one), *sizes)
@@ -112,8 +113,8 @@ class LayerWeights:
                     with jax.named_scope(name):
                         found.append(multiply_quantized(rows, quantized, own_scales))
             else:
-                options = {"precision": matmul_precision(x)}
-                found = [jnp.einsum(equation, x, self._own(one), **options) for one in weights]
+                kernels, precision = [*map(self._own, weights)], matmul_precision(x)
+                found = [jnp.einsum(equation, x, one, precision=precision) for one in kernels]
         found = [one.reshape(*x.shape[:2], *out) for one, out in zip(found, outputs, strict=True)]
         biases = [self._own(one["bias"]) if "bias" in one else None for one in stacks]
         return [

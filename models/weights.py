@@ -182,7 +182,7 @@ def _find_in_directory(
             stacklevel=3,
         )
         model_config = dataclasses.replace(model_config, tie_word_embeddings=is_tied)
-    sources = find_sources(model_config, embedding=embedding, keys=keys)
+    sources = find_sources(model_config, keys={**keys, EMBEDDING: embedding})
     check_headers(files, sources, ignored=ignored)
     if is_base and is_tied and keys[LM_HEAD] not in files.headers:
         warnings.warn(
@@ -191,7 +191,7 @@ def _find_in_directory(
             stacklevel=3,
         )
     if checkpoint_dtype(read_json(directory / "config.json")) is None:
-        stored = FLOAT_DTYPES[files.headers[sources[EMBEDDING].names[0]].dtype]
+        stored = FLOAT_DTYPES[files.headers[embedding].dtype]
         stored = stored if stored in DTYPES else "float32"
         model_config = dataclasses.replace(model_config, dtype=stored)
     return files, sources, model_config
@@ -306,16 +306,12 @@ def _progress_bar(
 
 
 def find_sources(
-    model_config: ModelConfig,
-    *,
-    embedding: str | None = None,
-    keys: Mapping[tuple[str, ...], str] | None = None,
+    model_config: ModelConfig, *, keys: Mapping[tuple[str, ...], str] | None = None
 ) -> dict[tuple[str, ...], LeafSource]:
     """Finds the names of the stored tensors of every parameter.
 
     Args:
       model_config: The model.
-      embedding: Name of the embedding's tensor if it is not the usual one.
       keys: Name of each parameter if not the family's, as in a GGUF file.
 
     Returns:
@@ -341,12 +337,9 @@ def find_sources(
             outputs = shape[len(inputs) :]
         else:
             outputs, inputs = shape, ()
-        template = keys[path]
-        if path == EMBEDDING and embedding is not None:
-            template = embedding
         layers = range(model_config.num_layers if is_stacked else 1)
         sources[path] = LeafSource(
-            names=tuple(template.format(layer=layer) for layer in layers),
+            names=tuple(keys[path].format(layer=layer) for layer in layers),
             outputs=outputs,
             inputs=inputs,
             is_transposed=path[-1] == "kernel",
@@ -538,7 +531,7 @@ def read_quantized(
 
 def resolve_tying(
     files: TensorFiles, model_config: ModelConfig, *, keys: Mapping[tuple[str, ...], str]
-) -> tuple[bool, str | None, frozenset[str]]:
+) -> tuple[bool, str, frozenset[str]]:
     """Decides which tensors are a tied checkpoint's embedding and lm_head, as transformers does.
 
     A tied file may hold either or both. If both exist and differ, the config is wrong.
@@ -549,19 +542,18 @@ def resolve_tying(
       keys: Name of each parameter in the files.
 
     Returns:
-      Whether the head is tied, the name of the embedding's tensor (None for the usual one), and the
-      tensors to ignore.
+      Whether the head is tied, the name of the embedding's tensor, and the tensors to ignore.
     """
     embedding, head = keys[EMBEDDING], keys[LM_HEAD]
     if not model_config.tie_word_embeddings or head not in files.headers:
-        return model_config.tie_word_embeddings, None, frozenset()
+        return model_config.tie_word_embeddings, embedding, frozenset()
     if embedding not in files.headers:
         return True, head, frozenset()
     expected = (model_config.vocab_size, model_config.hidden_size)
     shapes = {files.headers[name].shape for name in (embedding, head)}
     if shapes == {expected} and not _are_equal(files, embedding, head, num_rows=expected[0]):
-        return False, None, frozenset()
-    return True, None, frozenset({head})
+        return False, embedding, frozenset()
+    return True, embedding, frozenset({head})
 
 
 def _are_equal(files: TensorFiles, first: str, second: str, *, num_rows: int) -> bool:

@@ -94,13 +94,6 @@ def test_angles_are_computed_in_float32_whatever_the_positions_are():
     np.testing.assert_allclose(cos[0, 0], np.cos(angles.astype(np.float64)), rtol=0, atol=1e-5)
 
 
-def test_theta_of_another_model_is_not_remembered():
-    first = rope_frequencies(RopeConfig(theta=1e4), 16)[0]
-    rope_frequencies(RopeConfig(theta=1e6), 16)
-    np.testing.assert_array_equal(rope_frequencies(RopeConfig(theta=1e4), 16)[0], first)
-    assert (rope_frequencies(RopeConfig(theta=1e6), 16)[0][1:] < first[1:]).all()
-
-
 def test_odd_or_empty_heads_raise():
     for head_dim in (0, 7, -2):
         with pytest.raises(ValueError, match="head_dim must be a positive even number"):

@@ -95,12 +95,6 @@ def test_streamed_text_of_any_tokens_equals_full_decode(
     assert "".join(pieces) == decode(BYTE_LEVEL, np.array(tokens, int), skip_special_tokens=skip)
 
 
-@given(st.binary(max_size=40), chunk_sizes)
-def test_streamed_text_of_any_bytes_equals_full_decode(data: bytes, chunks: list[int]):
-    tokens = [BYTE_LEVEL.convert_tokens_to_ids(character) for character in spelled(data)]
-    assert "".join(stream(BYTE_LEVEL, tokens, chunks)) == data.decode(errors="replace")
-
-
 @given(texts, chunk_sizes, st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]))
 def test_pieces_hold_whole_characters_only(text: str, chunks: list[int], tokenizer):
     text = text.replace("\N{REPLACEMENT CHARACTER}", "")
