@@ -10,7 +10,6 @@ import math
 import numpy as np
 
 from sketchwalk_jax.models.gguf_header import ROPE_FREQS, GgufHeader, import_gguf
-from sketchwalk_jax.models.tensor_files import TensorHeader
 
 LAYER = "blk.{layer}."
 KEYS: dict[tuple[str, ...], str] = {
@@ -71,13 +70,9 @@ class GgufFiles(contextlib.AbstractContextManager["GgufFiles"]):
         """
         self._gguf = import_gguf()
         self.source = header.path
-        self._tensors, self._head_dim = header.tensors, head_dim
+        self.headers, self._head_dim = header.tensors, head_dim
         # Only Llama's q and k are stored with the channels of a RoPE pair adjacent.
         self._is_permuted = header.metadata["general.architecture"] == "llama"
-        self.headers = {
-            name: TensorHeader(file=header.path.name, shape=tensor.shape, dtype=tensor.dtype)
-            for name, tensor in header.tensors.items()
-        }
         self.notes: dict[str, str] = {}
         found = sorted({tensor.dtype for tensor in header.tensors.values()})
         self.readable = tuple(dtype for dtype in found if self._can_read(dtype))
@@ -105,7 +100,7 @@ class GgufFiles(contextlib.AbstractContextManager["GgufFiles"]):
         Returns:
           The part in float32.
         """
-        tensor = self._tensors[name]
+        tensor = self.headers[name]
         content = self._content[tensor.start : tensor.start + tensor.num_bytes]
         rows = content.reshape(math.prod(tensor.shape[:-1]), -1)
         first = self._stored(name, bounds[0])
