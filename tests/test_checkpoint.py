@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import TINY, tiny_config
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sketchwalk_jax.models import ModelConfig, checkpoint, load, param_shapes, save
 
@@ -48,16 +47,6 @@ def test_mixed_dtypes_come_back_or_are_cast(tmp_path: Path):
     chex.assert_trees_all_equal_dtypes(load(tmp_path / "model")[0], params)
     cast, _ = load(tmp_path / "model", dtype="float32")
     chex.assert_trees_all_equal(cast, jax.tree.map(lambda x: x.astype(jnp.float32), params))
-
-
-def test_a_sharding_is_honoured(tmp_path: Path):
-    params, config = tiny_model()
-    save(tmp_path / "model", params, config)
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    loaded, _ = load(tmp_path / "model", sharding=sharding)
-    assert {leaf.sharding for leaf in jax.tree.leaves(loaded)} == {sharding}
-    chex.assert_trees_all_equal(loaded, params)
 
 
 def test_a_full_directory_is_kept_unless_told_otherwise(tmp_path: Path):

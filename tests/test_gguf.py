@@ -17,23 +17,15 @@ import pytest
 from checkpoints import tiny_config, write_tensors
 from gguf_checkpoints import BYTES, write_gguf
 from parity.live_cases import run_reference
+from parity.rope_cases import LLAMA3
 from tolerances import tolerance
-from variants import slow_unless
 
 from sketchwalk_jax import Dense, forward, generate, load, save
 from sketchwalk_jax.evaluation.provenance import hash_weights
-from sketchwalk_jax.models import ModelConfig, quantize_params, rope_frequencies
+from sketchwalk_jax.models import ModelConfig, rope_frequencies
 from sketchwalk_jax.models.gguf_header import end_token_ids
 from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.text.tokenizer import load_tokenizer
-
-LLAMA_3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 @pytest.fixture
@@ -95,21 +87,6 @@ def test_the_dtype_is_what_is_stored_or_bfloat16(file: Path, quantisation: str, 
     expected = tensors["lm_head.weight"].astype(jnp.dtype(dtype))
     np.testing.assert_array_equal(params["lm_head"]["kernel"].T, expected)
     assert_equals_directory(file, config, tensors)
-
-
-@pytest.mark.parametrize("weights", ["float8", "int8"])
-@pytest.mark.parametrize(
-    "case", slow_unless("llama".__eq__, ["llama", "qwen2", "more rows than are read at once"])
-)
-def test_a_file_is_quantised_while_it_is_read(file: Path, case: str, weights: str):
-    model_type, overrides = MODELS[case]
-    write_gguf(file, model_type, quantisation="Q8_0", **overrides)
-    params, _ = load(file, dtype="float32", progress=False)
-    found, _ = load(file, dtype="float32", weights=weights, progress=False)
-    expected = quantize_params(params, weights)
-    chex.assert_trees_all_equal_dtypes(found, expected)
-    trees = (jax.tree.map(lambda x: x.astype("float32"), x) for x in (found, expected))
-    chex.assert_trees_all_equal(*trees)
 
 
 def test_blocks_of_256_weights_are_read(file: Path):
@@ -214,7 +191,7 @@ def test_rope_scaling_is_that_of_the_metadata(file: Path, keys, rope_scaling):
 
 def llama_3_divisors(head_dim: int, **changes: Any) -> np.ndarray:
     """Returns llama.cpp's stored divisors for Llama 3.1, with its order of operations."""
-    rope = LLAMA_3_ROPE | changes
+    rope = LLAMA3 | changes
     frequencies = 1.0 / (10000.0 ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim))
     original, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -235,7 +212,7 @@ def test_the_rope_of_llama_3_is_found_in_its_tensor(file: Path, factor: float):
     divisors = llama_3_divisors(64, factor=factor)
     assert len(set(divisors.tolist())) > 3  # kept, stretched and intermediate ones
     config, tensors = write_gguf(file, head_dim=64, tensors={"rope_freqs.weight": divisors})
-    rope = LLAMA_3_ROPE | {"factor": factor}
+    rope = LLAMA3 | {"factor": factor}
     assert_equals_directory(file, config | {"rope_scaling": rope}, tensors)
     frequencies, _ = rope_frequencies(ModelConfig.from_pretrained(file).rope, 64)
     plain, _ = rope_frequencies(RopeConfig(), 64)

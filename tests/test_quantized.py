@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from gguf_checkpoints import write_gguf
 
 from sketchwalk_jax import Dense, forward, load, save
 from sketchwalk_jax.models import checkpoint, param_shapes, quantize_params
@@ -168,11 +169,17 @@ def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, 
 
 
 @pytest.mark.parametrize("weights", KINDS)
-def test_a_checkpoint_is_quantised_while_it_is_read(weights, tmp_path):
-    checkpoints.write_checkpoint(tmp_path, "qwen2")
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_checkpoint_is_quantised_while_it_is_read(kind, weights, tmp_path):
+    source = tmp_path if kind == "directory" else tmp_path / "model.gguf"
+    if kind == "directory":
+        checkpoints.write_checkpoint(source, "qwen2")
+    else:  # with more rows than are read at once
+        sizes = {"hidden_size": 320, "intermediate_size": 160, "head_dim": 80, "vocab_size": 300}
+        write_gguf(source, quantisation="Q8_0", **sizes)
     options = {"dtype": "float32", "progress": False}
-    params, _ = load(tmp_path, **options)
-    found, _ = load(tmp_path, weights=weights, **options)
+    params, _ = load(source, **options)
+    found, _ = load(source, weights=weights, **options)
     equal(found, quantize_params(params, weights))
 
 
