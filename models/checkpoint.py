@@ -22,6 +22,7 @@ from sketchwalk_jax.models.config import PARAMS_FOLDER, SAVED_CONFIG_FILE, Model
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.params import (
     QUANTIZED,
+    QUANTIZED_DTYPES,
     Params,
     ParamsSharding,
     check_params,
@@ -82,11 +83,7 @@ def save(
             # The plan goes to its own file, whose fingerprint ties it to this checkpoint.
             plan, fields = model_config.plan, dataclasses.asdict(model_config)
             del fields["plan"]
-            saved = {
-                "format_version": FORMAT_VERSION,
-                "model_config": fields,
-                "dtypes": dtypes,
-            }
+            saved = {"format_version": FORMAT_VERSION, "model_config": fields, "dtypes": dtypes}
             (partial / SAVED_CONFIG_FILE).write_text(json.dumps(saved, indent=2) + "\n")
             if plan is not None:
                 own = dataclasses.replace(plan, fingerprint=fingerprint(partial))
@@ -139,8 +136,7 @@ def load_saved(
     }
     folder = directory.resolve() / PARAMS_FOLDER
     if stored is not None or weights is None:
-        return unflatten_params(_restore(folder, wanted)), model_config
-    param_shapes(model_config, weights=weights)  # raises for weights that cannot be quantised
+        return unflatten_params(_restore(folder, wanted, set(wanted))), model_config
     kernels = [path for path in wanted if path[0] == "layers" and path[-1] == "kernel"]
     found = _restore(folder, wanted, set(wanted) - set(kernels))
     # One stack of layers at a time, to bound the memory of unquantised weights.
@@ -153,14 +149,14 @@ def load_saved(
 def _restore(
     folder: Path,
     wanted: Mapping[tuple[str, ...], jax.ShapeDtypeStruct],
-    paths: Set[tuple[str, ...]] | None = None,
+    paths: Set[tuple[str, ...]],
 ) -> dict[tuple[str, ...], jax.Array]:
     """Reads arrays of a checkpoint.
 
     Args:
       folder: Folder of the checkpoint.
       wanted: All arrays of the checkpoint.
-      paths: Paths of the arrays to read; None reads all.
+      paths: Paths of the arrays to read.
 
     Raises:
       ValueError: If the checkpoint is damaged or incomplete.
@@ -168,9 +164,8 @@ def _restore(
     import orbax.checkpoint as ocp
 
     # Orbax compares the whole tree with the files, and skips arrays with a placeholder.
-    left_out = set() if paths is None else set(wanted) - paths
     tree = unflatten_params(
-        {path: ocp.PLACEHOLDER if path in left_out else leaf for path, leaf in wanted.items()}
+        {path: leaf if path in paths else ocp.PLACEHOLDER for path, leaf in wanted.items()}
     )
     restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
     try:
@@ -185,8 +180,7 @@ def _restore(
             f"{folder} must be a complete checkpoint written by sketchwalk_jax.models.save, got "
             f"{type(error).__name__}: {reason}"
         ) from error
-    flat = flatten_params(found)
-    return {path: leaf for path, leaf in flat.items() if path not in left_out}
+    return {path: leaf for path, leaf in flatten_params(found).items() if path in paths}
 
 
 def saved_weights(
@@ -200,15 +194,21 @@ def saved_weights(
       weights: The requested kind; None takes the saved one.
 
     Raises:
-      ValueError: If the layers are quantised in another way than requested.
+      ValueError: If the layers are quantised in another way than requested, or in one that only an
+        older version could read.
 
     Example:
       >>> saved_weights({"layers/gate/quantized": "int8"}, Path("saved"))
       'int8'
     """
-    stored = weights_of_dtypes(
-        dtype for path, dtype in dtypes.items() if path.endswith("/quantized")
-    )
+    kinds = {dtype for path, dtype in dtypes.items() if path.endswith("/quantized")}
+    if kinds - set(QUANTIZED_DTYPES.values()):
+        raise ValueError(
+            f"{directory} must hold weights in one of {tuple(QUANTIZED_DTYPES)}, got arrays of "
+            f"{' and '.join(sorted(kinds))}, which another version wrote; load the checkpoint that "
+            f"it was made of"
+        )
+    stored = weights_of_dtypes(kinds)
     if stored is not None and weights not in (None, stored):
         raise ValueError(
             f"weights must be {stored!r} or left out, as {directory} holds such weights, got "

@@ -138,15 +138,7 @@ def read_integer(
 
 
 def read_token(raw: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
-    """Reads a token id; -1 and null mean none.
-
-    Args:
-      raw: A parsed JSON object.
-      name: Name of the attribute.
-      default: Value if absent.
-
-    Raises:
-      ValueError: If the attribute has another type or an invalid value.
+    """Reads a token id; -1 and null mean none. Arguments and errors as in `read_integer`.
 
     Example:
       >>> read_token({"bos_token_id": -1}, "bos_token_id", 1)
@@ -158,16 +150,9 @@ def read_token(raw: Mapping[str, Any], name: str, default: int | None = None) ->
 def read_number(
     raw: Mapping[str, Any], name: str, default: float | None = None, *, above: float = -math.inf
 ) -> Any:
-    """Reads a finite number above a limit, as a float.
+    """Reads a finite number larger than `above`, as a float.
 
-    Args:
-      raw: A parsed JSON object.
-      name: Name of the attribute.
-      default: Value if absent or null.
-      above: Exclusive lower limit of the number.
-
-    Raises:
-      ValueError: If the attribute has another type or an invalid value.
+    Other arguments and errors as in `read_integer`.
 
     Example:
       >>> read_number({"rope_theta": 500000}, "rope_theta", above=1.0)
@@ -187,15 +172,7 @@ def read_number(
 
 
 def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Reads a boolean.
-
-    Args:
-      raw: A parsed JSON object.
-      name: Name of the attribute.
-      default: Value if absent or null.
-
-    Raises:
-      ValueError: If the attribute has another type or an invalid value.
+    """Reads a boolean. Arguments and errors as in `read_integer`.
 
     Example:
       >>> read_flag({"attention_bias": True}, "attention_bias")
@@ -212,12 +189,7 @@ def read_flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
 def read_object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Reads a JSON object; absent, null and empty values mean one without attributes.
 
-    Args:
-      raw: A parsed JSON object.
-      name: Name of the attribute.
-
-    Raises:
-      ValueError: If the attribute has another type or an invalid value.
+    Arguments and errors as in `read_integer`.
 
     Example:
       >>> read_object({"rope_scaling": None}, "rope_scaling")

@@ -10,7 +10,6 @@ import math
 import numpy as np
 
 from sketchwalk_jax.models.gguf_header import ROPE_FREQS, GgufHeader, import_gguf
-from sketchwalk_jax.models.tensor_files import TensorHeader
 
 LAYER = "blk.{layer}."
 KEYS: dict[tuple[str, ...], str] = {
@@ -44,7 +43,7 @@ IGNORED = frozenset({ROPE_FREQS})
 _PERMUTED = (".attn_q.weight", ".attn_q.bias", ".attn_k.weight", ".attn_k.bias")
 
 
-class GgufFiles(contextlib.AbstractContextManager):
+class GgufFiles(contextlib.AbstractContextManager["GgufFiles"]):
     """All tensors of a GGUF file by name, the counterpart of `TensorFiles`.
 
     Attributes:
@@ -54,12 +53,6 @@ class GgufFiles(contextlib.AbstractContextManager):
       notes: Empty: one file holds all tensors.
       readable: Types in the file that can be read.
       readable_types: All readable types in words, for errors.
-
-    Example:
-      >>> header = read_header("Llama-3.2-1B-Q8_0.gguf")  # doctest: +SKIP
-      >>> with GgufFiles(header, head_dim=64) as files:  # doctest: +SKIP
-      ...     files.headers["output_norm.weight"].shape
-      (2048,)
     """
 
     described_by = "metadata"
@@ -77,13 +70,9 @@ class GgufFiles(contextlib.AbstractContextManager):
         """
         self._gguf = import_gguf()
         self.source = header.path
-        self._tensors, self._head_dim = header.tensors, head_dim
+        self.headers, self._head_dim = header.tensors, head_dim
         # Only Llama's q and k are stored with the channels of a RoPE pair adjacent.
         self._is_permuted = header.metadata["general.architecture"] == "llama"
-        self.headers = {
-            name: TensorHeader(file=header.path.name, shape=tensor.shape, dtype=tensor.dtype)
-            for name, tensor in header.tensors.items()
-        }
         self.notes: dict[str, str] = {}
         found = sorted({tensor.dtype for tensor in header.tensors.values()})
         self.readable = tuple(dtype for dtype in found if self._can_read(dtype))
@@ -111,7 +100,7 @@ class GgufFiles(contextlib.AbstractContextManager):
         Returns:
           The part in float32.
         """
-        tensor = self._tensors[name]
+        tensor = self.headers[name]
         content = self._content[tensor.start : tensor.start + tensor.num_bytes]
         rows = content.reshape(math.prod(tensor.shape[:-1]), -1)
         first = self._stored(name, bounds[0])
@@ -131,10 +120,6 @@ class GgufFiles(contextlib.AbstractContextManager):
         index = np.arange(rows.start, rows.stop)
         part, pair = np.divmod(index % self._head_dim, self._head_dim // 2)
         return index - index % self._head_dim + 2 * pair + part
-
-    def __enter__(self) -> "GgufFiles":
-        """Returns the open file."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Closes the file."""

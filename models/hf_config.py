@@ -32,37 +32,19 @@ from sketchwalk_jax.validation import DTYPES, check_choice
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
 """All supported families; to add one, write its record and list it here."""
 
-RESULT_CHANGING: dict[str, tuple[Any, ...]] = {
-    "attention_chunk_size": (),
-    "attention_multiplier": (),
-    "attention_sink": (False,),
-    "alibi": (False,),
-    "bidirectional": (False,),
-    "clip_qkv": (),
-    "cross_attention": (False,),
-    "expert": (0, False),
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "logit_scal": (1,),
-    "logits_scal": (1,),
-    "moe": (0, False),
-    "mrope": (False,),
-    "multiplier": (1,),
-    "no_rope_layer": (),
-    "parallel_residual": (False,),
-    "partial_rotary_factor": (1,),
-    "per_layer_config": (),
-    "qk_layernorm": (False,),
-    "qk_norm": (False,),
-    "quantiz": (False,),
-    "residual_scal": (1,),
-    "rope_interleaved": (False,),
-    "rotary_dim": (),
-    "rotary_pct": (1,),
-    "scale_depth": (1,),
-    "scale_emb": (False, 1),
-    "softcap": (0,),
-}
+_BY_NEUTRAL_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("attention_chunk_size attention_multiplier clip_qkv no_rope_layer per_layer_config", ()),
+    ("rotary_dim", ()),
+    ("attention_sink alibi bidirectional cross_attention is_encoder_decoder mrope", (False,)),
+    ("parallel_residual qk_layernorm qk_norm quantiz rope_interleaved", (False,)),
+    ("expert moe", (0, False)),
+    ("is_causal", (True,)),
+    ("logit_scal logits_scal multiplier partial_rotary_factor residual_scal", (1,)),
+    ("rotary_pct scale_depth", (1,)),
+    ("scale_emb", (False, 1)),
+    ("softcap", (0,)),
+)
+RESULT_CHANGING = {part: values for parts, values in _BY_NEUTRAL_VALUES for part in parts.split()}
 """Parts of the names of attributes that change the computation, with their neutral values.
 
 The first part that occurs in a name decides. None and empty containers are always neutral.
@@ -212,7 +194,9 @@ def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         "yarn": ("factor",),
     }.get(rope_type, ())
-    missing = [name for name in needed if name not in parameters]
+    # A yarn without a factor takes it from the contexts if the file says null.
+    given = {name for name, value in parameters.items() if value is not None or rope_type == "yarn"}
+    missing = [name for name in needed if name not in given]
     if missing:
         raise ValueError(
             f"rope_type {rope_type!r} must have {', '.join(needed)}; missing {missing}"
@@ -221,10 +205,6 @@ def rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
     theta = read_number(raw, "rope_theta", 10000.0, above=1.0)
     theta = read_number(parameters, "rope_theta", theta, above=1.0)
     fields: dict[str, Any] = {name: read_number(parameters, name, above=0.0) for name in needed}
-    if rope_type != "yarn":
-        missing = [name for name in needed if fields[name] is None]
-        if missing:
-            raise ValueError(f"{missing[0]} must be a number for rope_type {rope_type!r}, got null")
     if rope_type in ("llama3", "yarn"):
         name = "original_max_position_embeddings"
         original = read_integer(parameters, name, max_position_embeddings)

@@ -24,22 +24,10 @@ from sketchwalk_jax.plan import PLAN_FILE
 from sketchwalk_jax.progress import elapsed, is_shown
 
 SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tekken.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    ADAPTER_CONFIG_FILE,
-    INDEX_FILE,
-    PLAN_FILE,
+    *"config.json generation_config.json tokenizer.json tokenizer_config.json".split(),
+    *"tokenizer.model vocab.json vocab.txt merges.txt tekken.json added_tokens.json".split(),
+    *"special_tokens_map.json chat_template.jinja chat_template.json".split(),
+    *(ADAPTER_CONFIG_FILE, INDEX_FILE, PLAN_FILE),
 )
 """Configuration and tokenizer files, fetched first so that an unsupported model costs little."""
 
@@ -111,10 +99,6 @@ def find_checkpoint(
       ConnectionError: If the hub cannot be reached, and the cache lacks files.
       ValueError: If the repository has no safetensors checkpoint.
       NotImplementedError: If the model is not supported; its weights are not downloaded.
-
-    Example:
-      >>> find_checkpoint("Qwen/Qwen3-0.6B").name  # doctest: +SKIP
-      'c1899de289a04d12100db370d81485cdf75e47ca'
     """
     if Path(source).expanduser().exists() or not is_hub_name(source):
         return check_checkpoint(os.fspath(source))
@@ -217,34 +201,23 @@ def _errors_explained(name: str) -> Iterator[None]:
             f"hub, got {name!r}: there is no such folder here and no such model at "
             f"{constants.ENDPOINT}; for a private one, log in with `hf auth login`"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise _unreachable(name, error) from error
-    except errors.HfHubHTTPError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConnectionError(
-            f"{name} cannot be downloaded from {constants.ENDPOINT}: {reason}; try again, what is "
-            f"there already is kept"
-        ) from error
     except Exception as error:
-        if not _is_of_network(error):
+        is_offline = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+        # The HTTP client's package depends on the hub's version.
+        modules = {base.__module__.partition(".")[0] for base in type(error).__mro__}
+        if isinstance(error, errors.HfHubHTTPError) and not is_offline:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConnectionError(
+                f"{name} cannot be downloaded from {constants.ENDPOINT}: {reason}; try again, what "
+                f"is there already is kept"
+            ) from error
+        if not is_offline and not modules & {"httpx", "httpx2", "httpcore", "httpcore2"}:
             raise
-        raise _unreachable(name, error) from error
-
-
-def _unreachable(name: str, error: Exception) -> ConnectionError:
-    from huggingface_hub import constants
-
-    cause = error.__cause__ or error
-    is_off = constants.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if is_off else str(cause).strip().partition("\n")[0]
-    return ConnectionError(
-        f"{name!r} is no folder here, and was not downloaded whole before, and the Hugging Face "
-        f"hub ({constants.ENDPOINT}) cannot be reached: {reason or type(cause).__name__}; try "
-        f"again with a network, or pass a directory"
-    )
-
-
-def _is_of_network(error: Exception) -> bool:
-    """Whether an error comes from the HTTP client, whose package depends on the hub's version."""
-    modules = {base.__module__.partition(".")[0] for base in type(error).__mro__}
-    return bool(modules & {"httpx", "httpx2", "httpcore", "httpcore2"})
+        cause = error.__cause__ or error
+        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
+        raise ConnectionError(
+            f"{name!r} is no folder here, and was not downloaded whole before, and the Hugging "
+            f"Face hub ({constants.ENDPOINT}) cannot be reached: {reason}; try again with a "
+            f"network, or pass a directory"
+        ) from error

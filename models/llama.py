@@ -17,12 +17,6 @@ def read_fields(raw: RawConfig) -> dict[str, Any]:
 
     `attention_bias` covers q, k, v and o; head_dim and num_key_value_heads may be absent.
 
-    Args:
-      raw: The parsed `config.json`.
-
-    Returns:
-      Keyword arguments of `ModelConfig`.
-
     Example:
       >>> read_fields(dict(hidden_size=8, num_attention_heads=2))["num_kv_heads"]
       2

@@ -119,25 +119,26 @@ def param_shapes(
     num_layers, width, mlp = c.num_layers, c.hidden_size, c.intermediate_size
     query, key = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
 
-    def linear(
-        name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], has_bias: bool
-    ) -> Params:
+    def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], has_bias: bool) -> Params:
         leaf: Params = {"kernel": (num_layers, *inputs, *outputs)}
         if weights is not None:
-            found = quantized_shapes(weights, num_layers, inputs, outputs)
-            leaf = dict(zip(QUANTIZED, found, strict=True))
+            stored = jnp.dtype(QUANTIZED_DTYPES[weights])
+            leaf = {
+                "quantized": jax.ShapeDtypeStruct((num_layers, *outputs, *inputs), stored),
+                "scales": jax.ShapeDtypeStruct((num_layers, *outputs), jnp.float32),
+            }
         return leaf | {"bias": (num_layers, *outputs)} if has_bias else leaf
 
     layers: Params = {
         "attn_norm": {"scale": (num_layers, width)},
-        "query": linear("query", (width,), query, c.qkv_bias),
-        "key": linear("key", (width,), key, c.qkv_bias),
-        "value": linear("value", (width,), key, c.qkv_bias),
-        "out": linear("out", query, (width,), c.o_bias),
+        "query": linear((width,), query, c.qkv_bias),
+        "key": linear((width,), key, c.qkv_bias),
+        "value": linear((width,), key, c.qkv_bias),
+        "out": linear(query, (width,), c.o_bias),
         "mlp_norm": {"scale": (num_layers, width)},
-        "gate": linear("gate", (width,), (mlp,), c.mlp_bias),
-        "up": linear("up", (width,), (mlp,), c.mlp_bias),
-        "down": linear("down", (mlp,), (width,), c.mlp_bias),
+        "gate": linear((width,), (mlp,), c.mlp_bias),
+        "up": linear((width,), (mlp,), c.mlp_bias),
+        "down": linear((mlp,), (width,), c.mlp_bias),
     }
     if c.qk_norm:
         layers["query_norm"] = {"scale": (num_layers, c.head_dim)}
@@ -155,26 +156,6 @@ def param_shapes(
         shapes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
-
-
-def quantized_shapes(
-    weights: str, num_layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...]
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the arrays `QUANTIZED` of one stack of kernels.
-
-    Args:
-      weights: A key of `QUANTIZED_DTYPES`.
-      num_layers: Layers of the stack.
-      inputs: Sizes of the input axes.
-      outputs: Sizes of the output axes.
-
-    Example:
-      >>> [one.shape for one in quantized_shapes("int8", 2, (4, 16), (24,))]
-      [(2, 24, 4, 16), (2, 24)]
-    """
-    of_outputs = (num_layers, *outputs)
-    quantized = jax.ShapeDtypeStruct((*of_outputs, *inputs), jnp.dtype(QUANTIZED_DTYPES[weights]))
-    return quantized, jax.ShapeDtypeStruct(of_outputs, jnp.float32)
 
 
 def init_params(
@@ -344,21 +325,44 @@ def check_params(params: Mapping[str, Any], model_config: ModelConfig) -> None:
       ValueError: If arrays are missing, unknown, of another shape or not floating point; all of
         them in one message.
     """
-    problems = _differences(params, model_config)
+    if not isinstance(params, Mapping):
+        raise ValueError(
+            f"params must fit model_config: a nested dict of arrays is needed, got "
+            f"{type(params).__name__}"
+        )
+    found = flatten_params(params)
+    expected = flatten_params(param_shapes(model_config, weights=weights_of(params)))
+    problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
+    wrong_layers = set[int]()
+    for path, leaf in found.items():
+        name = "/".join(map(str, path))
+        if path not in expected:
+            problems.append(f"{name} is unknown")
+            continue
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            problems.append(f"{name} must be an array, got {type(leaf).__name__}")
+            continue
+        shape, wanted = tuple(leaf.shape), expected[path]
+        if shape != wanted.shape:
+            problems.append(f"{name} must be {wanted.shape}, got {shape}")
+            if path[0] == "layers" and shape[1:] == wanted.shape[1:]:
+                wrong_layers.add(shape[0])
+        kinds = (wanted.dtype.name,) if path[-1] in QUANTIZED else DTYPES
+        if leaf.dtype.name not in kinds:
+            accepted = kinds[0] if len(kinds) == 1 else f"one of {kinds}"
+            problems.append(f"{name} must be {accepted}, got {leaf.dtype}")
+    if len(wrong_layers) == 1:
+        problems.insert(
+            0,
+            f"num_layers is {model_config.num_layers}, the arrays have {wrong_layers.pop()} "
+            f"layers; take the configuration that load returned with them",
+        )
     if problems:
         raise ValueError("params must fit model_config:\n  " + "\n  ".join(problems))
 
 
 def check_runs(params: Mapping[str, Any], model_config: ModelConfig) -> None:
-    """Runs `check_params`, and checks that the layers compute in the embedding's dtype.
-
-    Args:
-      params: A nested dict of arrays.
-      model_config: The model.
-
-    Raises:
-      ValueError: As `check_params`, or for layers of another dtype.
-    """
+    """Runs `check_params`, and checks that the layers compute in the embedding's dtype."""
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a parameter tree from load, got {describe(params)}")
     leaves, structure = jax.tree.flatten(params)
@@ -389,47 +393,3 @@ def _check_kinds(
             f"params must have layers of the embedding's dtype {dtype}, got {other} for "
             f"layers/{name} and {len(others) - 1} others; load(..., dtype=...) makes all alike"
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _expected(
-    model_config: ModelConfig, weights: str | None
-) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
-    """Returns the shape of every parameter by its path."""
-    return flatten_params(param_shapes(model_config, weights=weights))
-
-
-def _differences(params: Any, model_config: ModelConfig) -> list[str]:
-    """Lists the mistakes in a parameter tree, one line for each array."""
-    if not isinstance(params, Mapping):
-        return [f"a nested dict of arrays is needed, got {type(params).__name__}"]
-    expected = _expected(model_config, weights_of(params))
-    found = flatten_params(params)
-    problems = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
-    wrong_layers = set[int]()
-    for path, leaf in found.items():
-        name = "/".join(map(str, path))
-        if path not in expected:
-            problems.append(f"{name} is unknown")
-            continue
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            problems.append(f"{name} must be an array, got {type(leaf).__name__}")
-            continue
-        shape = tuple(leaf.shape)
-        wanted = expected[path].shape
-        if shape != wanted:
-            problems.append(f"{name} must be {wanted}, got {shape}")
-            if path[0] == "layers" and shape[1:] == wanted[1:]:
-                wrong_layers.add(shape[0])
-        if path[-1] in QUANTIZED:
-            if leaf.dtype != expected[path].dtype:
-                problems.append(f"{name} must be {expected[path].dtype}, got {leaf.dtype}")
-        elif leaf.dtype.name not in DTYPES:
-            problems.append(f"{name} must be one of {DTYPES}, got {leaf.dtype}")
-    if len(wrong_layers) == 1:
-        problems.insert(
-            0,
-            f"num_layers is {model_config.num_layers}, the arrays have {wrong_layers.pop()} "
-            f"layers; take the configuration that load returned with them",
-        )
-    return problems

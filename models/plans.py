@@ -78,10 +78,6 @@ def find_plan(checkpoint: str | Path) -> Plan | None:
     Raises:
       ValueError: If the file is damaged, or the plan is of another checkpoint.
       FileNotFoundError: As `fingerprint`, which also raises the other errors.
-
-    Example:
-      >>> find_plan("Llama-3.2-1B").allocate(0.1)  # doctest: +SKIP
-      (0.2301, 0.0612, ...)
     """
     found = check_checkpoint(checkpoint)
     path = plan_path(found)

@@ -62,15 +62,11 @@ def quantize_rows(
       ValueError: If a weight is NaN or infinite.
     """
     wide = rows.astype(np.float32)
-    axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
-    most = np.abs(wide).max(axis=axes, keepdims=True)
-    if not np.isfinite(most).all():
+    with np.errstate(invalid="ignore"):  # 0 times infinity
+        scaled, scales = _scale(wide, _PER_LARGEST[dtype.name], num_inputs, np)
+    if not np.isfinite(scales).all():
         raise ValueError(f"{name} must be finite to be quantised, got NaN or infinite weights")
-    scales = np.where(most > 0, np.maximum(most * _PER_LARGEST[dtype.name], _LEAST_SCALE), 1)
-    scales = scales.astype(np.float32)
-    scaled = wide * (np.float32(1) / scales)
-    found = (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype)
-    return found, scales.reshape(scales.shape[: axes[0]])
+    return (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype), scales
 
 
 def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
@@ -152,12 +148,12 @@ def _quantize(
     return jax.jit(functools.partial(jax.lax.map, quantize), out_shardings=shardings)(kernel)
 
 
-def _scale(wide: Array, per_largest: np.float32, num_inputs: int) -> tuple[Array, Array]:
+def _scale(wide: Any, per_largest: np.float32, num_inputs: int, xp: Any = jnp) -> tuple[Any, Any]:
     """Divides float32 weights by the scale of their output channel; returns both."""
     axes = tuple(range(wide.ndim - num_inputs, wide.ndim))
-    most = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-    scales = jnp.maximum(most * per_largest, _LEAST_SCALE)
-    scales = jnp.where(most == 0, 1, scales)  # NaN propagates
+    most = xp.max(xp.abs(wide), axis=axes, keepdims=True)
+    scales = xp.maximum(most * per_largest, _LEAST_SCALE)
+    scales = xp.where(most == 0, xp.ones_like(scales), scales)  # NaN propagates
     return wide * (1 / scales), scales.reshape(scales.shape[: axes[0]])
 
 
@@ -219,7 +215,16 @@ def _multiply_rows(
     XLA on GPUs multiplies in eight bits only if both operands are float8. CPUs cannot, and are
     fastest in float32. Sums of D products of up to 448² fit into bfloat16.
     """
-    return jax.lax.platform_dependent(rows, weights, cpu=_multiply_wide, default=_multiply_narrow)
+
+    def wide(rows: Array, weights: Array) -> Array:
+        found = jnp.einsum("btd,fd->btf", rows.astype(jnp.float32), weights.astype(jnp.float32))
+        return found.astype(jnp.bfloat16)
+
+    def narrow(rows: Array, weights: Array) -> Array:
+        axes = (((2,), (1,)), ((), ()))
+        return jax.lax.dot_general(rows, weights, axes, preferred_element_type=jnp.bfloat16)
+
+    return jax.lax.platform_dependent(rows, weights, cpu=wide, default=narrow)
 
 
 def _scaled(
@@ -233,29 +238,14 @@ def _scaled(
     return (found * scales[None, None]).astype(dtype)
 
 
-def _multiply_narrow(x: Array, weights: Array) -> Array:
-    return jax.lax.dot_general(
-        x, weights, (((2,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
-    )
-
-
-def _multiply_wide(x: Array, weights: Array) -> Array:
-    wide = jnp.einsum("btd,fd->btf", x.astype(jnp.float32), weights.astype(jnp.float32))
-    return wide.astype(jnp.bfloat16)
-
-
-def _forward(x: Array, quantized: Array, scales: Array) -> Any:
+def _refuse_gradients(*arguments: Any) -> Any:
     raise NotImplementedError(
         "weights of eight bits must not be differentiated: load the checkpoint without weights= "
         "to take gradients"
     )
 
 
-def _backward(residuals: Any, cotangent: Array) -> Any:
-    raise AssertionError("the forward pass raises")
-
-
-multiply_quantized.defvjp(_forward, _backward)
+multiply_quantized.defvjp(_refuse_gradients, _refuse_gradients)
 
 
 # (products with gate and with up `[B, T, F]`, row scales, scales of gate and of up) -> the result
@@ -318,12 +308,4 @@ def gate_plainly(
     return _round_rows(jax.nn.silu(gate) * _scaled(up, row_scales, up_scales, up.dtype))
 
 
-def _forward_gated(swiglu_quantize: SwigluQuantize, x: Array, weights: Any) -> Any:
-    return _forward(x, *weights["down"])
-
-
-def _backward_gated(swiglu_quantize: SwigluQuantize, residuals: Any, cotangent: Array) -> Any:
-    return _backward(residuals, cotangent)
-
-
-multiply_gated.defvjp(_forward_gated, _backward_gated)
+multiply_gated.defvjp(_refuse_gradients, _refuse_gradients)

@@ -24,12 +24,6 @@ def read_qwen2_fields(raw: RawConfig) -> dict[str, Any]:
 
     Projections q, k and v always have a bias, and o never has one, whatever the file says.
 
-    Args:
-      raw: The parsed `config.json`.
-
-    Returns:
-      Keyword arguments of `ModelConfig`.
-
     Example:
       >>> raw = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
       >>> fields = read_qwen2_fields(raw)
@@ -46,12 +40,6 @@ def read_qwen3_fields(raw: RawConfig) -> dict[str, Any]:
 
     `attention_bias` covers q, k, v and o, query and key are normalised over head_dim, and
     head_dim is 128 by default, whatever the width.
-
-    Args:
-      raw: The parsed `config.json`.
-
-    Returns:
-      Keyword arguments of `ModelConfig`.
 
     Example:
       >>> raw = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)

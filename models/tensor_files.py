@@ -35,7 +35,7 @@ class TensorHeader:
     dtype: str
 
 
-class TensorFiles(contextlib.AbstractContextManager):
+class TensorFiles(contextlib.AbstractContextManager["TensorFiles"]):
     """All tensors of a checkpoint directory by name; a context manager that closes the files.
 
     Attributes:
@@ -46,11 +46,6 @@ class TensorFiles(contextlib.AbstractContextManager):
       notes: Disagreements of the index and the files about tensors, by name.
       readable: The dtypes that can be read.
       readable_types: These dtypes in words, for errors.
-
-    Example:
-      >>> with TensorFiles(Path("Llama-3.2-1B")) as files:  # doctest: +SKIP
-      ...     files.headers["model.norm.weight"].shape
-      (2048,)
     """
 
     described_by = "config.json"
@@ -132,10 +127,6 @@ class TensorFiles(contextlib.AbstractContextManager):
         tensor = self._handles[self.headers[name].file].get_slice(name)
         # safetensors does not accept a tuple of one slice.
         return tensor[bounds if len(bounds) > 1 else bounds[0]]
-
-    def __enter__(self) -> "TensorFiles":
-        """Returns the open files."""
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Closes every file."""

@@ -78,27 +78,24 @@ class LayerWeights:
         inputs = len(equation.split(",")[0]) - 2  # contracted axes of the input
         is_quantized = "quantized" in stacks[0]
         if is_quantized:
+            weights = [one["quantized"] for one in stacks]
             outputs = [one["scales"].shape[1:] for one in stacks]
         else:
-            outputs = [one["kernel"].shape[1 + inputs :] for one in stacks]
+            weights = [one["kernel"] for one in stacks]
+            outputs = [one.shape[1 + inputs :] for one in weights]
         found = None
         if self.multiply is not None:
+            matrices: dict[str, Array] = {}
             options: dict[str, Any] = {}
             if is_quantized:
-                weights = {
-                    name: one["quantized"].reshape(len(one["quantized"]), math.prod(out), -1)
-                    for name, one, out in zip(names, stacks, outputs, strict=True)
-                }
                 scales = [one["scales"].reshape(len(one["scales"]), -1) for one in stacks]
                 options = {"is_transposed": True, "weight_scales": scales}
-            else:
-                weights = {
-                    name: one["kernel"].reshape(len(one["kernel"]), -1, math.prod(out))
-                    for name, one, out in zip(names, stacks, outputs, strict=True)
-                }
+            for name, one, out in zip(names, weights, outputs, strict=True):
+                sizes = (math.prod(out), -1) if is_quantized else (-1, math.prod(out))
+                matrices[name] = one.reshape(len(one), *sizes)
             found = self.multiply(
                 x.reshape(*x.shape[:2], -1),
-                weights,
+                matrices,
                 self.layer,
                 scale=None if norm is None else self.stacks[norm]["scale"],
                 eps=self.eps,
@@ -116,8 +113,7 @@ class LayerWeights:
                     with jax.named_scope(name):
                         found.append(multiply_quantized(rows, quantized, own_scales))
             else:
-                kernels = [self._own(one["kernel"]) for one in stacks]
-                precision = matmul_precision(x)
+                kernels, precision = [*map(self._own, weights)], matmul_precision(x)
                 found = [jnp.einsum(equation, x, one, precision=precision) for one in kernels]
         found = [one.reshape(*x.shape[:2], *out) for one, out in zip(found, outputs, strict=True)]
         biases = [self._own(one["bias"]) if "bias" in one else None for one in stacks]
@@ -205,16 +201,8 @@ def sums_of_rows(
     """Computes products of very few rows as sums, or returns `None` if XLA's matmul is better.
 
     On a GPU, XLA copies a layer out of its stack before a matmul: three passes over the weights. A
-    sum of products is fused with reading the weights in place: one pass for two rows.
-
-    Args:
-      x: The input.
-      weights: Stacked weights of all layers, by name.
-      layer: The layer.
-      scale: Scales of the norm to apply to the input first, of all layers, if there is one.
-      eps: Epsilon of the norm.
-      is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Scales of the output channels if weights are quantised.
+    sum of products is fused with reading the weights in place: one pass for two rows. Arguments as
+    in `linear_of_rows`.
     """
     stacks = list(weights.values())
     if x.shape[0] * x.shape[1] > MOST_SUMMED_ROWS or len(stacks[0]) == 1:

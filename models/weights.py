@@ -11,11 +11,11 @@ weights are half-split already.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +32,6 @@ from sketchwalk_jax.models.gguf_header import read_header
 from sketchwalk_jax.models.hf_config import FAMILIES, checkpoint_dtype
 from sketchwalk_jax.models.hub import find_checkpoint
 from sketchwalk_jax.models.params import (
-    QUANTIZED,
     Params,
     ParamsSharding,
     check_weights,
@@ -149,191 +148,170 @@ def load(
     if weights is not None:
         check_weights(weights)
     directory = find_checkpoint(directory, progress=progress)
-    given: dict[str, Any] = {"dtype": target, "weights": weights, "sharding": sharding}
     plan = find_plan(directory) if use_plan else None
-    if directory.is_file():
-        found = _load_gguf(directory, progress=progress, **given)
-    elif (directory / SAVED_CONFIG_FILE).exists():
-        found = load_saved(directory, **given)
+    if (directory / SAVED_CONFIG_FILE).exists():
+        params, model_config = load_saved(
+            directory, dtype=target, weights=weights, sharding=sharding
+        )
     else:
-        found = _load_safetensors(directory, progress=progress, **given)
-    params, model_config = found
+        find = _find_in_gguf if directory.is_file() else _find_in_directory
+        with contextlib.ExitStack() as stack:
+            files, sources, model_config = find(directory, stack)
+            shapes = param_shapes(model_config, target, weights=weights)
+            params = _read_params(files, sources, shapes, sharding, progress=progress)
     # The config takes the loaded dtype, which is the default of `init_cache`.
     loaded = params["embed"]["embedding"].dtype.name
     return params, dataclasses.replace(model_config, plan=plan, dtype=loaded)
 
 
-def _load_safetensors(
-    directory: Path,
-    *,
-    dtype: np.dtype | None,
-    weights: str | None,
-    sharding: ParamsSharding,
-    progress: bool,
-) -> tuple[Params, ModelConfig]:
+def _find_in_directory(
+    directory: Path, stack: contextlib.ExitStack
+) -> tuple[Files, dict[tuple[str, ...], LeafSource], ModelConfig]:
+    """Opens the files of a directory until `stack` closes them, and checks their headers."""
     model_config = ModelConfig.from_pretrained(directory)
-    with TensorFiles(directory) as files:
-        keys = FAMILIES[model_config.model_type].keys
-        bare = {path: name.removeprefix(PREFIX) for path, name in keys.items()}
-        is_base = keys[EMBEDDING] not in files.headers and bare[EMBEDDING] in files.headers
-        keys = bare if is_base else keys
-        is_tied, embedding, ignored = resolve_tying(files, model_config, keys=keys)
-        if is_tied != model_config.tie_word_embeddings:
-            warnings.warn(
-                f"{directory} declares tied embeddings but holds a different lm_head.weight; the "
-                f"lm_head is used. Set tie_word_embeddings to false in config.json",
-                stacklevel=3,
-            )
-            model_config = dataclasses.replace(model_config, tie_word_embeddings=is_tied)
-        sources = find_sources(model_config, embedding=embedding, keys=keys)
-        check_headers(files, sources, ignored=ignored)
-        if is_base and is_tied and keys[LM_HEAD] not in files.headers:
-            warnings.warn(
-                f"{directory} holds a base model without a head: its embedding is the head, as "
-                f"tie_word_embeddings says. Of an embedding model, logits and texts mean nothing",
-                stacklevel=3,
-            )
-        if checkpoint_dtype(read_json(directory / "config.json")) is None:
-            stored = FLOAT_DTYPES[files.headers[sources[EMBEDDING].names[0]].dtype]
-            stored = stored if stored in DTYPES else "float32"
-            model_config = dataclasses.replace(model_config, dtype=stored)
-        params = _read_params(files, sources, model_config, dtype, weights, sharding, progress)
-    return params, model_config
+    files = stack.enter_context(TensorFiles(directory))
+    keys = FAMILIES[model_config.model_type].keys
+    bare = {path: name.removeprefix(PREFIX) for path, name in keys.items()}
+    is_base = keys[EMBEDDING] not in files.headers and bare[EMBEDDING] in files.headers
+    keys = bare if is_base else keys
+    is_tied, embedding, ignored = resolve_tying(files, model_config, keys=keys)
+    if is_tied != model_config.tie_word_embeddings:
+        warnings.warn(
+            f"{directory} declares tied embeddings but holds a different lm_head.weight; the "
+            f"lm_head is used. Set tie_word_embeddings to false in config.json",
+            stacklevel=3,
+        )
+        model_config = dataclasses.replace(model_config, tie_word_embeddings=is_tied)
+    sources = find_sources(model_config, keys={**keys, EMBEDDING: embedding})
+    check_headers(files, sources, ignored=ignored)
+    if is_base and is_tied and keys[LM_HEAD] not in files.headers:
+        warnings.warn(
+            f"{directory} holds a base model without a head: its embedding is the head, as "
+            f"tie_word_embeddings says. Of an embedding model, logits and texts mean nothing",
+            stacklevel=3,
+        )
+    if checkpoint_dtype(read_json(directory / "config.json")) is None:
+        stored = FLOAT_DTYPES[files.headers[embedding].dtype]
+        stored = stored if stored in DTYPES else "float32"
+        model_config = dataclasses.replace(model_config, dtype=stored)
+    return files, sources, model_config
 
 
-def _load_gguf(
-    path: Path,
-    *,
-    dtype: np.dtype | None,
-    weights: str | None,
-    sharding: ParamsSharding,
-    progress: bool,
-) -> tuple[Params, ModelConfig]:
-    header = read_header(path)
-    model_config = ModelConfig.from_pretrained(path)
-    with GgufFiles(header, head_dim=model_config.head_dim) as files:
-        sources = find_sources(model_config, keys=GGUF_KEYS)
-        check_headers(files, sources, ignored=IGNORED)
-        params = _read_params(files, sources, model_config, dtype, weights, sharding, progress)
-    return params, model_config
+def _find_in_gguf(
+    path: Path, stack: contextlib.ExitStack
+) -> tuple[Files, dict[tuple[str, ...], LeafSource], ModelConfig]:
+    """Does for a GGUF file what `_find_in_directory` does for a directory."""
+    header, model_config = read_header(path), ModelConfig.from_pretrained(path)
+    files = stack.enter_context(GgufFiles(header, head_dim=model_config.head_dim))
+    sources = find_sources(model_config, keys=GGUF_KEYS)
+    check_headers(files, sources, ignored=IGNORED)
+    return files, sources, model_config
 
 
 def _read_params(
     files: Files,
     sources: Mapping[tuple[str, ...], LeafSource],
-    model_config: ModelConfig,
-    dtype: np.dtype | None,
-    weights: str | None,
+    shapes: Params,
     sharding: ParamsSharding,
+    *,
     progress: bool,
 ) -> Params:
-    shapes = param_shapes(model_config, dtype, weights=weights)
-    shardings = shardings_by_path(sharding, shapes)
+    leaves, shardings = flatten_params(shapes), shardings_by_path(sharding, shapes)
     params: dict[tuple[str, ...], jax.Array] = {}
-    with _progress_bar(shapes, shardings, is_shown=progress) as advance:
-        for path, shape in flatten_params(shapes).items():
+    with _progress_bar(leaves, shardings, is_shown=progress) as advance:
+        for path, leaf in leaves.items():
             if path[-1] == "quantized":
                 source = sources[*path[:-1], "kernel"]
-                paths = [(*path[:-1], name) for name in QUANTIZED]
-                kinds = [flatten_params(shapes)[one] for one in paths]
-                where = [shardings[one] for one in paths]
-                found = _load_quantized(files, source, kinds, where, advance)
-                params |= dict(zip(paths, found, strict=True))
+                params |= _load_quantized(files, source, path, leaves, shardings, advance)
             elif path[-1] != "scales":  # loaded together with `quantized`
-                params[path] = _load_leaf(files, sources[path], shape, shardings[path], advance)
+                params[path] = _load_leaf(files, sources[path], leaf, shardings[path], advance)
     return unflatten_params(params)
+
+
+def _place(
+    leaf: jax.ShapeDtypeStruct,
+    sharding: Sharding | None,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> jax.Array:
+    """Makes an array on its devices from the parts that `read(index)` returns."""
+    whole = (slice(None),) * len(leaf.shape)
+    if sharding is None:
+        return jax.device_put(read(whole))
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: read(whole if index is None else index), leaf.dtype
+    )
 
 
 def _load_leaf(
     files: Files,
     source: LeafSource,
-    shape: jax.ShapeDtypeStruct,
+    leaf: jax.ShapeDtypeStruct,
     sharding: Sharding | None,
     advance: Callable[[int], object],
 ) -> jax.Array:
-    parts: dict[tuple[slice, ...], np.ndarray] = {}
+    @functools.cache  # devices that hold the same part share one read
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        return read_shard(files, source, leaf.shape, index, leaf.dtype, advance=advance)
 
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        index = (slice(None),) * len(shape.shape) if index is None else index
-        # Devices that hold the same part share one read.
-        if index not in parts:
-            parts[index] = read_shard(
-                files, source, shape.shape, index, shape.dtype, advance=advance
-            )
-        return parts[index]
-
-    if sharding is None:
-        return jax.device_put(read(None))
-    return jax.make_array_from_callback(shape.shape, sharding, read, dtype=shape.dtype)
+    return _place(leaf, sharding, read)
 
 
 def _load_quantized(
     files: Files,
     source: LeafSource,
-    shapes: list[jax.ShapeDtypeStruct],
-    shardings: list[Sharding | None],
+    path: tuple[str, ...],
+    leaves: Mapping[tuple[str, ...], jax.ShapeDtypeStruct],
+    shardings: Mapping[tuple[str, ...], Sharding | None],
     advance: Callable[[int], object],
-) -> list[jax.Array]:
+) -> dict[tuple[str, ...], jax.Array]:
     """Loads a kernel as `quantized` and `scales`; equal shardings of both share one read."""
-    shape = shapes[0].shape
-    num_outputs = 1 + len(source.outputs)
-    parts: dict[tuple[slice, ...], np.ndarray] = {}
+    leaf, num_outputs = leaves[path], 1 + len(source.outputs)
     scales: dict[tuple[slice, ...], np.ndarray] = {}  # keys: layers and outputs
 
-    def read(index: tuple[slice, ...]) -> None:
-        parts[index], scales[index[:num_outputs]] = read_quantized(
-            files, source, shape, index, shapes[0].dtype, advance=advance
+    @functools.cache
+    def read_part(index: tuple[slice, ...]) -> np.ndarray:
+        part, scales[index[:num_outputs]] = read_quantized(
+            files, source, leaf.shape, index, leaf.dtype, advance=advance
         )
+        return part
 
-    whole = tuple(slice(None) for _ in shape)
-
-    def read_part(index: tuple[slice, ...] | None) -> np.ndarray:
-        index = whole if index is None else index
-        if index not in parts:
-            read(index)
-        return parts[index]
-
-    def read_scales(index: tuple[slice, ...] | None) -> np.ndarray:
-        index = whole[:num_outputs] if index is None else index
+    def read_scales(index: tuple[slice, ...]) -> np.ndarray:
         if index not in scales:
-            read((*index, *[slice(0, 1)] * (len(shape) - num_outputs)))
+            read_part((*index, *[slice(0, 1)] * (len(leaf.shape) - num_outputs)))
         return scales[index]
 
-    found = []
-    for one, where, make in zip(shapes, shardings, (read_part, read_scales), strict=True):
-        if where is None:
-            found.append(jax.device_put(make(None)))
-        else:
-            found.append(jax.make_array_from_callback(one.shape, where, make, dtype=one.dtype))
-    return found
+    beside = *path[:-1], "scales"
+    return {
+        path: _place(leaf, shardings[path], read_part),
+        beside: _place(leaves[beside], shardings[beside], read_scales),
+    }
 
 
 @contextlib.contextmanager
 def _progress_bar(
-    shapes: Params, shardings: dict[tuple[str, ...], Sharding | None], *, is_shown: bool
+    leaves: Mapping[tuple[str, ...], jax.ShapeDtypeStruct],
+    shardings: Mapping[tuple[str, ...], Sharding | None],
+    *,
+    is_shown: bool,
 ) -> Iterator[Callable[[int], object]]:
     total = 0
-    for path, shape in flatten_params(shapes).items():
+    for path, leaf in leaves.items():
         sharding = shardings[path]
-        part = shape.shape if sharding is None else sharding.shard_shape(shape.shape)
-        indices = sharding and sharding.addressable_devices_indices_map(shape.shape).values()
-        total += len(set(indices or [()])) * int(np.prod(part)) * shape.dtype.itemsize
+        part = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        indices = sharding and sharding.addressable_devices_indices_map(leaf.shape).values()
+        total += len(set(indices or [()])) * math.prod(part) * leaf.dtype.itemsize
     is_wanted = is_shown and jax.process_index() == 0
     with progress_bar(total, "loading", unit="B", unit_scale=True, is_wanted=is_wanted) as bar:
         yield bar.update
 
 
 def find_sources(
-    model_config: ModelConfig,
-    *,
-    embedding: str | None = None,
-    keys: Mapping[tuple[str, ...], str] | None = None,
+    model_config: ModelConfig, *, keys: Mapping[tuple[str, ...], str] | None = None
 ) -> dict[tuple[str, ...], LeafSource]:
     """Finds the names of the stored tensors of every parameter.
 
     Args:
       model_config: The model.
-      embedding: Name of the embedding's tensor if it is not the usual one.
       keys: Name of each parameter if not the family's, as in a GGUF file.
 
     Returns:
@@ -359,12 +337,9 @@ def find_sources(
             outputs = shape[len(inputs) :]
         else:
             outputs, inputs = shape, ()
-        template = keys[path]
-        if path == EMBEDDING and embedding is not None:
-            template = embedding
         layers = range(model_config.num_layers if is_stacked else 1)
         sources[path] = LeafSource(
-            names=tuple(template.format(layer=layer) for layer in layers),
+            names=tuple(keys[path].format(layer=layer) for layer in layers),
             outputs=outputs,
             inputs=inputs,
             is_transposed=path[-1] == "kernel",
@@ -459,43 +434,42 @@ def read_shard(
     """
     bounds = [slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)]
     part = np.empty([bound.stop - bound.start for bound in bounds], dtype)
-    if not source.is_stacked:
-        _read_tensor(files, source, source.names[0], bounds, part)
-        advance(part.nbytes)
-        return part
-    for target, name in zip(part, source.names[bounds[0]], strict=True):
-        _read_tensor(files, source, name, bounds[1:], target)
+    names, targets = source.names, part[None]
+    if source.is_stacked:
+        names, targets, bounds = names[bounds[0]], part, bounds[1:]
+    # A kernel has its inputs first; view it in the order of the file.
+    num_inputs = len(source.inputs) if source.is_transposed else 0
+    order = [*range(num_inputs, len(bounds)), *range(num_inputs)]
+    bounds = [bounds[axis] for axis in order]
+    for target, name in zip(targets, names, strict=True):
+        stored = target.transpose(order)
+        for rows, block in _read_rows(files, source, name, bounds):
+            stored[rows] = block
         advance(target.nbytes)
     return part
 
 
-def _read_tensor(
-    files: Files, source: LeafSource, name: str, bounds: list[slice], target: np.ndarray
-) -> None:
-    """Reads `target[i..., o...] = stored[row, column]`, a part of one layer's parameter.
+def _read_rows(
+    files: Files, source: LeafSource, name: str, bounds: list[slice]
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Reads a part of one layer's parameter, a few rows at a time.
 
-    A stored tensor has one row for each output `o...` and one column for each input `i...`; vectors
-    have rows only. Only whole slices of the leading output axis and the leading input axis are cut
-    in the file; inner axes, which are rarely sharded, are cut after reading. A few rows are read at
-    a time, so that they are transposed in the CPU's cache.
+    A stored tensor has one row for each output and one column for each input; vectors have rows
+    only. Only whole slices of the leading output axis and the leading input axis are cut in the
+    file; inner axes, which are rarely sharded, are cut after reading.
 
     Args:
       files: The open files.
       source: Source of the parameter.
       name: The stored tensor.
-      bounds: The part, a slice with start and stop for each axis of the parameter.
-      target: Destination, with the part's shape.
+      bounds: The part, a slice with start and stop for each output axis, then each input axis.
+
+    Yields:
+      A slice of the part's leading output axis, and its values, `[outputs..., inputs...]`.
     """
-    num_inputs = len(source.inputs)
-    if source.is_transposed:
-        # The parameter has its inputs first; view it in the order of the file.
-        inputs, outputs = bounds[:num_inputs], bounds[num_inputs:]
-        target = target.transpose(*range(num_inputs, target.ndim), *range(num_inputs))
-    else:
-        num_outputs = len(source.outputs)
-        outputs, inputs = bounds[:num_outputs], bounds[num_outputs:]
-    # Stored rows per index of the leading output axis, and stored columns of the part.
-    rows = math.prod(source.outputs[1:])
+    num_outputs = len(source.outputs)
+    outputs, inputs = bounds[:num_outputs], bounds[num_outputs:]
+    rows = math.prod(source.outputs[1:])  # stored rows per index of the leading output axis
     columns, read_inputs = [], ()
     if inputs:
         per_index = math.prod(source.inputs[1:])
@@ -508,7 +482,7 @@ def _read_tensor(
         stop = min(start + step, last)
         block = files.read(name, slice(start * rows, stop * rows), *columns)
         block = block.reshape(stop - start, *source.outputs[1:], *read_inputs)
-        target[start - first : stop - first] = block[inner]
+        yield slice(start - first, stop - first), block[inner]
 
 
 def read_quantized(
@@ -541,31 +515,23 @@ def read_quantized(
     """
     bounds = [slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)]
     sizes = [bound.stop - bound.start for bound in bounds]
-    num_outputs, num_inputs = len(source.outputs), len(source.inputs)
-    part = np.empty(sizes, dtype)
-    scales = np.empty(sizes[: 1 + num_outputs], np.float32)
-    outputs, inputs = bounds[1 : 1 + num_outputs], bounds[1 + num_outputs :]
-    rows = math.prod(source.outputs[1:])  # stored rows per index of the leading output axis
-    columns = slice(0, math.prod(source.inputs))
-    first, last = outputs[0].start, outputs[0].stop
-    step = max(1, ROWS_PER_READ // rows)
+    end = 1 + len(source.outputs)
+    part, scales = np.empty(sizes, dtype), np.empty(sizes[:end], np.float32)
+    whole_rows = [*bounds[1:end], *[slice(0, size) for size in source.inputs]]
+    cut = (*[slice(None)] * len(source.outputs), *bounds[end:])
     for layer, name in enumerate(source.names[bounds[0]]):
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            block = files.read(name, slice(start * rows, stop * rows), columns)
-            block = block.reshape(stop - start, *source.outputs[1:], *source.inputs)
-            block = block[(slice(None), *outputs[1:])]
-            found, own = quantize_rows(block, dtype, num_inputs=num_inputs, name=name)
-            cut = (*[slice(None)] * num_outputs, *inputs)
-            part[layer, start - first : stop - first] = found[cut]
-            scales[layer, start - first : stop - first] = own
+        for rows, block in _read_rows(files, source, name, whole_rows):
+            found, scales[layer, rows] = quantize_rows(
+                block, dtype, num_inputs=len(source.inputs), name=name
+            )
+            part[layer, rows] = found[cut]
         advance(part[layer].nbytes + scales[layer].nbytes)
     return part, scales
 
 
 def resolve_tying(
     files: TensorFiles, model_config: ModelConfig, *, keys: Mapping[tuple[str, ...], str]
-) -> tuple[bool, str | None, frozenset[str]]:
+) -> tuple[bool, str, frozenset[str]]:
     """Decides which tensors are a tied checkpoint's embedding and lm_head, as transformers does.
 
     A tied file may hold either or both. If both exist and differ, the config is wrong.
@@ -576,19 +542,18 @@ def resolve_tying(
       keys: Name of each parameter in the files.
 
     Returns:
-      Whether the head is tied, the name of the embedding's tensor (None for the usual one), and the
-      tensors to ignore.
+      Whether the head is tied, the name of the embedding's tensor, and the tensors to ignore.
     """
     embedding, head = keys[EMBEDDING], keys[LM_HEAD]
     if not model_config.tie_word_embeddings or head not in files.headers:
-        return model_config.tie_word_embeddings, None, frozenset()
+        return model_config.tie_word_embeddings, embedding, frozenset()
     if embedding not in files.headers:
         return True, head, frozenset()
     expected = (model_config.vocab_size, model_config.hidden_size)
     shapes = {files.headers[name].shape for name in (embedding, head)}
     if shapes == {expected} and not _are_equal(files, embedding, head, num_rows=expected[0]):
-        return False, None, frozenset()
-    return True, None, frozenset({head})
+        return False, embedding, frozenset()
+    return True, embedding, frozenset({head})
 
 
 def _are_equal(files: TensorFiles, first: str, second: str, *, num_rows: int) -> bool:

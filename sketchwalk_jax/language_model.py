@@ -829,17 +829,10 @@ def _completion(
     ends: tuple[int, ...],
     is_finite: bool,
 ) -> Completion:
-    pairs = {
-        "prefill": (density.prefill_pairs, density.prefill_causal),
-        "decode": (density.decode_pairs, density.decode_causal),
-    }
-    attended = {name: float(np.sum(np.asarray(x))) for name, (x, _) in pairs.items()}
-    num_layers = len(density.prefill_pairs)
-    causal = {name: num_layers * float(np.sum(np.asarray(x))) for name, (_, x) in pairs.items()}
-
     def share(*phases: str) -> float:
-        below = sum(causal[name] for name in phases)
-        return sum(attended[name] for name in phases) / below if below else math.nan
+        attended = sum(float(np.sum(getattr(density, f"{one}_pairs"))) for one in phases)
+        causal = sum(float(np.sum(getattr(density, f"{one}_causal"))) for one in phases)
+        return attended / (len(density.prefill_pairs) * causal) if causal else math.nan
 
     return Completion(
         text=text,

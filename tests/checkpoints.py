@@ -51,6 +51,16 @@ TINY["qwen3"] = TINY["qwen2"] | {
     "attention_bias": False,
 }
 
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTES = [chr(x if x in PRINTABLE else 256 + OTHERS.index(x)) for x in range(256)]
+"""The printable character of each byte in byte-level vocabularies (GPT-2's table)."""
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
 
 def tiny_config(model_type: str = "llama", /, **overrides: Any) -> dict[str, Any]:
     """Returns a tiny `config.json`; an override of `...` removes its key."""
@@ -186,30 +196,17 @@ def write_byte_tokenizer(directory: Path) -> None:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    chars = _byte_chars()
-    model = models.BPE({char: byte for byte, char in chars.items()}, merges=[])
+    model = models.BPE({char: byte for byte, char in enumerate(BYTES)}, merges=[])
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "pad_token": chars[0],
-        "eos_token": chars[1],
-        "chat_template": template,
+        "pad_token": BYTES[0],
+        "eos_token": BYTES[1],
+        "chat_template": TEMPLATE,
         "model_max_length": 512,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def _byte_chars() -> dict[int, str]:
-    """Returns the printable character of each byte in byte-level BPE (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    chars = {byte: chr(byte) for byte in printable}
-    return chars | {byte: chr(256 + rank) for rank, byte in enumerate(others)}

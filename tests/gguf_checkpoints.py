@@ -10,7 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from checkpoints import random_tensors, tiny_config
+from checkpoints import BYTES, TEMPLATE, random_tensors, tiny_config
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -29,18 +29,6 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-
-# Bytes as tokens, in the order of `checkpoints.write_byte_tokenizer`.
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-CHARACTERS = {byte: chr(byte) for byte in PRINTABLE}
-CHARACTERS |= {byte: chr(256 + rank) for rank, byte in enumerate(OTHERS)}
-BYTES = [CHARACTERS[byte] for byte in range(256)]
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def gguf_name(name: str) -> str:

@@ -1,227 +1,108 @@
 """The relevant part of published models' `config.json`, and the fields expected from it.
 
-`num_params` is the number that the model cards and transformers report.
+The number of parameters is the one that the model cards and transformers report.
 """
 
 from typing import Any
 
-_LLAMA3 = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.43.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
+from sketchwalk_jax.models import RopeConfig
 
-
-def _llama3_rope(factor: float) -> dict[str, Any]:
-    return {
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    }
-
-
-_QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "initializer_range": 0.02,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "model_type": "qwen2",
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+_LLAMA3 = dict(
+    architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
+    bos_token_id=128000, eos_token_id=128001, hidden_act="silu", initializer_range=0.02,
+    max_position_embeddings=131072, mlp_bias=False, model_type="llama", num_attention_heads=32,
+    num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05, rope_theta=500000.0,
+    torch_dtype="bfloat16", transformers_version="4.43.0.dev0", use_cache=True, vocab_size=128256,
+)  # fmt: skip
+_LLAMA3_ROPE = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192, rope_type="llama3",
+)  # fmt: skip
+_QWEN2 = dict(
+    architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
+    eos_token_id=151645, hidden_act="silu", hidden_size=3584, initializer_range=0.02,
+    intermediate_size=18944, max_position_embeddings=32768, max_window_layers=28,
+    model_type="qwen2", num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4,
+    rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=False,
+    torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=152064,
+)  # fmt: skip
+_QWEN3 = dict(
+    architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+    bos_token_id=151643, eos_token_id=151645, head_dim=128, hidden_act="silu",
+    initializer_range=0.02, max_position_embeddings=40960, max_window_layers=36,
+    model_type="qwen3", num_key_value_heads=8, rms_norm_eps=1e-06, rope_scaling=None,
+    rope_theta=1000000, sliding_window=None, torch_dtype="bfloat16",
+    transformers_version="4.51.0", use_cache=True, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
 
 # name: (config.json, generation_config.json, fields, number of parameters)
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int]] = {
     "Llama-3.1-8B-Instruct": (
-        _LLAMA3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "rope_scaling": _llama3_rope(8.0),
-            "tie_word_embeddings": False,
-        },
+        _LLAMA3 | dict(
+            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+            rope_scaling=_LLAMA3_ROPE, tie_word_embeddings=False,
+        ),
         {"eos_token_id": [128001, 128008, 128009], "temperature": 0.6, "top_p": 0.9},
-        {
-            "num_layers": 32,
-            "group_size": 4,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-            "context_length": 131072,
-            "eos_token_ids": (128001, 128008, 128009),
-            "qkv_bias": False,
-            "dtype": "bfloat16",
-        },
+        dict(
+            num_layers=32, group_size=4, head_dim=128, tie_word_embeddings=False,
+            context_length=131072, eos_token_ids=(128001, 128008, 128009), qkv_bias=False,
+            dtype="bfloat16",
+            rope=RopeConfig(
+                rope_type="llama3", theta=500000.0, factor=8.0, low_freq_factor=1.0,
+                high_freq_factor=4.0, original_max_position_embeddings=8192,
+            ),
+        ),
         8_030_261_248,
     ),
     "Llama-3.2-1B": (
-        _LLAMA3
-        | {
-            "head_dim": 64,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 16,
-            "rope_scaling": _llama3_rope(32.0),
-            "tie_word_embeddings": True,
-        },
+        _LLAMA3 | dict(
+            head_dim=64, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+            rope_scaling=_LLAMA3_ROPE | {"factor": 32.0}, tie_word_embeddings=True,
+        ),
         None,
-        {
-            "num_layers": 16,
-            "group_size": 4,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-            "context_length": 131072,
-            "eos_token_ids": (128001,),
-        },
+        dict(
+            num_layers=16, group_size=4, head_dim=64, tie_word_embeddings=True,
+            context_length=131072, eos_token_ids=(128001,),
+        ),
         1_235_814_400,
-    ),
-    "Llama-3.2-3B": (
-        _LLAMA3
-        | {
-            "head_dim": 128,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_attention_heads": 24,
-            "num_hidden_layers": 28,
-            "rope_scaling": _llama3_rope(32.0),
-            "tie_word_embeddings": True,
-        },
-        None,
-        {"num_layers": 28, "group_size": 3, "head_dim": 128, "tie_word_embeddings": True},
-        3_212_749_824,
     ),
     "Qwen2.5-7B-Instruct": (
         _QWEN2,
         {"eos_token_id": [151645, 151643], "repetition_penalty": 1.05, "do_sample": True},
-        {
-            "num_layers": 28,
-            "group_size": 7,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-            "context_length": 32768,
-            "eos_token_ids": (151645, 151643),
-            "qkv_bias": True,
-            "o_bias": False,
-            "qk_norm": False,
-        },
+        dict(
+            num_layers=28, group_size=7, head_dim=128, tie_word_embeddings=False,
+            context_length=32768, eos_token_ids=(151645, 151643), qkv_bias=True, o_bias=False,
+            qk_norm=False,
+        ),
         7_615_616_512,
     ),
     "Qwen2.5-7B-Instruct with yarn": (
-        _QWEN2
-        | {
-            "rope_scaling": {
-                "factor": 4.0,
-                "original_max_position_embeddings": 32768,
-                "type": "yarn",
-            }
-        },
+        _QWEN2 | dict(
+            rope_scaling=dict(factor=4.0, original_max_position_embeddings=32768, type="yarn")
+        ),
         None,
-        {"context_length": 131072, "max_position_embeddings": 32768},
+        dict(context_length=131072, max_position_embeddings=32768),
         7_615_616_512,
     ),
     "Qwen3-8B": (
-        _QWEN3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 36,
-            "tie_word_embeddings": False,
-        },
+        _QWEN3 | dict(
+            hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+            num_hidden_layers=36, tie_word_embeddings=False,
+        ),
         None,
-        {
-            "num_layers": 36,
-            "group_size": 4,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-            "context_length": 40960,
-            "qkv_bias": False,
-            "qk_norm": True,
-        },
+        dict(
+            num_layers=36, group_size=4, head_dim=128, tie_word_embeddings=False,
+            context_length=40960, qkv_bias=False, qk_norm=True,
+        ),
         8_190_735_360,
     ),
     "Qwen3-0.6B": (
-        _QWEN3
-        | {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "max_window_layers": 28,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 28,
-            "tie_word_embeddings": True,
-        },
+        _QWEN3 | dict(
+            hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
+            num_hidden_layers=28, tie_word_embeddings=True,
+        ),
         None,
-        {"num_layers": 28, "group_size": 2, "head_dim": 128, "tie_word_embeddings": True},
+        dict(num_layers=28, group_size=2, head_dim=128, tie_word_embeddings=True),
         596_049_920,
     ),
-    "Qwen3-4B": (
-        _QWEN3
-        | {
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 36,
-            "tie_word_embeddings": True,
-        },
-        None,
-        {"num_layers": 36, "group_size": 4, "head_dim": 128, "tie_word_embeddings": True},
-        4_022_468_096,
-    ),
-}
+}  # fmt: skip

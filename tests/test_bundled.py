@@ -1,11 +1,11 @@
 """The model that ships with the package: its files, its answers, and transformers' results."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from parity.live_cases import run_reference
 from tolerances import tolerance
 
 from sketchwalk_jax import Dense, generate, init_cache, load, prefill
@@ -74,7 +74,7 @@ def test_its_answers_are_right_and_those_of_transformers(bundled, repository: Pa
 @pytest.mark.parity
 @pytest.mark.slow
 def test_its_answers_to_new_questions_are_those_of_transformers(
-    bundled, repository, reference_python, parity_seed, tmp_path
+    bundled, reference_python, parity_seed, tmp_path
 ):
     def prompts(seed: int) -> list[list[int]]:
         text = hide_facts(bundled[2], num_tokens=1500, num_facts=2, seed=seed)
@@ -89,12 +89,8 @@ def test_its_answers_to_new_questions_are_those_of_transformers(
         "prompts": [prompts(parity_seed + attempt) for attempt in range(20)],
         "new_tokens": 24,
     }
-    (tmp_path / "job.json").write_text(json.dumps({"checkpoints": [checkpoint]}))
-    worker = repository / "tests" / "parity" / "reference_worker.py"
-    command = [reference_python, worker, tmp_path / "job.json", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
     print(f"SKETCHWALK_PARITY_SEED={parity_seed}")
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_reference(reference_python, {"checkpoints": [checkpoint]}, tmp_path, seed=parity_seed)
     assert_equals_transformers(bundled, np.load(tmp_path / "bundled" / "expected.npz"))
 
 

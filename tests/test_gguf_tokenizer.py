@@ -1,6 +1,7 @@
 """Tokenizers of GGUF files: the same tokens as the original, or a refusal."""
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,6 @@ def read_tokens(tokenizer: Any) -> list[str]:
 
 
 def read_merges(tokenizer: Any) -> list[str]:
-    import json
-
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     return [" ".join(pair) for pair in merges]
 
@@ -176,35 +175,26 @@ def test_tokens_are_those_of_sentencepiece(tmp_path: Path):
             assert decode(tokenizer, model.encode(text)) == model.decode(model.encode(text))
 
 
-CUTS = {
-    "gpt-2": ["12", "3"],
-    "smollm": ["1", "2", "3"],
-    "starcoder": ["1", "2", "3"],
-    "llama-bpe": ["12", "3"],
-    "qwen2": ["1", "2", "3"],
-    "deepseek-r1-qwen": ["1", "2", "3"],
-    "tekken": ["1", "2", "3"],
-}
-
-
-@pytest.mark.parametrize("pre", CUTS)
-def test_numbers_are_cut_as_the_original_cuts_them(tmp_path: Path, pre: str):
-    tokenizer = make(tmp_path, pre=pre, tokens=[*BYTES, "12"], merges=["1 2"], special={})
-    assert pieces(tokenizer, "123") == CUTS[pre]
-
-
-def test_qwen_composes_characters_and_others_do_not(tmp_path: Path):
-    composed, decomposed = "é", "e\u0301"
-    for pre, are_equal in (("qwen2", True), ("llama-bpe", False)):
-        tokenizer = make(tmp_path, pre=pre, special={})
-        same = pieces(tokenizer, composed) == pieces(tokenizer, decomposed)
-        assert same == are_equal
-
-
-def test_llama_takes_a_piece_that_is_a_token_whatever_its_merges(tmp_path: Path):
-    for pre, expected in (("llama-bpe", ["abc"]), ("smaug-bpe", ["a", "b", "c"])):
-        tokenizer = make(tmp_path, pre=pre, tokens=[*BYTES, "abc"], special={})
-        assert pieces(tokenizer, "abc") == expected
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", "12 3 a b c"),
+        ("smollm", "1 2 3 a b c"),
+        ("starcoder", "1 2 3 a b c"),
+        ("llama-bpe", "12 3 abc"),
+        ("smaug-bpe", "12 3 a b c"),
+        ("qwen2", "1 2 3 a b c"),
+        ("deepseek-r1-qwen", "1 2 3 a b c"),
+        ("tekken", "1 2 3 abc"),
+    ],
+)
+def test_texts_are_cut_as_the_original_cuts_them(tmp_path: Path, pre: str, expected: str):
+    """Some split digits, some take a piece that is a token whatever its merges."""
+    settings = {"tokens": [*BYTES, "12", "abc"], "merges": ["1 2"], "special": {}}
+    tokenizer = make(tmp_path, pre=pre, **settings)
+    assert [*pieces(tokenizer, "123"), *pieces(tokenizer, "abc")] == expected.split()
+    composes = pieces(tokenizer, "é") == pieces(tokenizer, "e\u0301")
+    assert composes == (pre == "qwen2")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from gguf_checkpoints import write_gguf
 import sketchwalk_jax as sw
 from sketchwalk_jax import LanguageModel, Sampling, SketchWalkConfig
 from sketchwalk_jax.inference import generation
-from sketchwalk_jax.language_model import batches_by_length
 from sketchwalk_jax.text.tokenizer import decode
 
 POLICY = SketchWalkConfig.paper(sketch_dim=8, dense_layers=1, density=0.5)  # blocks of 64 tokens
@@ -87,12 +86,6 @@ def test_a_continuation_keeps_the_space_before_its_first_word(lm):
         assert next(found)[1].text == expected
         pieces = spaced.stream(prompt, max_new_tokens=NEW, is_answer=is_answer)
         assert "".join(pieces) == expected
-
-
-def test_batches_hold_prompts_of_similar_length():
-    lengths = [5, 900, 7, 880, 6, 910, 8]
-    found = batches_by_length(lengths, 3)
-    assert found == [[5, 1, 3], [6, 2, 4], [0]]
 
 
 def test_pieces_are_never_empty_and_join_to_the_text(lm):
@@ -190,13 +183,7 @@ def test_draws_of_a_conversation_follow_its_key(lm):
 
 
 @pytest.mark.unchecked
-def test_mistakes_are_named(lm):
-    with pytest.raises(ValueError, match="at least one token, got none for ''"):
-        lm.generate(["a", ""])
-    with pytest.raises(ValueError, match="context of 512 tokens, got 600"):
-        lm.generate("a" * 600)
-    with pytest.raises(ValueError, match="batch_size must be None or a positive integer, got 0"):
-        lm.generate(["a"], batch_size=0)
+def test_a_conversation_without_room_or_template_is_refused(lm):
     talk = lm.conversation(max_new_tokens=NEW, max_tokens=16)
     with pytest.raises(ValueError, match="max_tokens must be at least"):
         talk.send("Who walks?")
@@ -210,41 +197,34 @@ def test_mistakes_are_named(lm):
         lm.tokenizer.chat_template = template
 
 
-@pytest.mark.unchecked
-@pytest.mark.parametrize("wrong", ["dense", sw.Dense, None, 0.2], ids=str)
-def test_what_is_no_policy_is_refused_at_once(lm, wrong):
-    with pytest.raises(ValueError, match="policy must be a policy such as SketchWalkConfig"):
-        lm.with_policy(wrong)
-    if wrong is not None:
-        with pytest.raises(ValueError, match="policy must be a policy such as SketchWalkConfig"):
-            LanguageModel.load("nowhere", policy=wrong)  # refused before loading
-
-
-# Inputs that are no text, and their messages, which never blame the tokenizer's files.
-NO_TEXTS = {
-    "tokens": (lambda lm: lm.generate([1, 2]), "text must be a string, got 1"),
-    "an array": (lambda lm: lm.generate(np.arange(3)), "prompts must be a string or a list"),
-    "bytes": (lambda lm: lm.generate(b"Walk"), "prompts must be a string or a list of strings"),
-    "bytes in a list": (lambda lm: lm.generate(["Walk", b"on"]), "text must be a string, got a b"),
-    "nothing": (lambda lm: lm.generate(None), "prompts must be a string or a list .* got None"),
-    "bytes to stream": (lambda lm: lm.stream(b"Walk"), "prompt must be an integer array"),
-    "a number to chat": (lambda lm: lm.chat(3), "prompt must be a string or a list of messages"),
-    "strings to chat": (lambda lm: lm.chat(["Walk"]), "messages .* got 'Walk' at"),
-    "texts for tokens": (
-        lambda lm: next(lm.complete(["Walk"])),
-        r"prompts\[0\] must be an integer",
-    ),
-    "a lone surrogate": (
-        lambda lm: lm.generate("Walk \ud800"),
-        "valid Unicode, got a lone surrogate, .* at character 5",
-    ),
-}
+NO_POLICY = "policy must be a policy such as SketchWalkConfig"
+MISTAKES = [
+    (lambda lm: lm.generate(["a", ""]), "at least one token, got none for ''"),
+    (lambda lm: lm.generate("a" * 600), "context of 512 tokens, got 600"),
+    (lambda lm: lm.generate(["a"], batch_size=0), "batch_size must be None or a positive integer"),
+    (lambda lm: lm.generate([1, 2]), "text must be a string, got 1"),
+    (lambda lm: lm.generate(np.arange(3)), "prompts must be a string or a list"),
+    (lambda lm: lm.generate(b"Walk"), "prompts must be a string or a list of strings"),
+    (lambda lm: lm.generate(["Walk", b"on"]), "text must be a string, got a b"),
+    (lambda lm: lm.generate(None), "prompts must be a string or a list .* got None"),
+    (lambda lm: lm.generate("Walk \ud800"), "valid Unicode, got a lone surrogate, .* character 5"),
+    (lambda lm: lm.stream(b"Walk"), "prompt must be an integer array"),
+    (lambda lm: lm.chat(3), "prompt must be a string or a list of messages"),
+    (lambda lm: lm.chat(["Walk"]), "messages .* got 'Walk' at"),
+    (lambda lm: next(lm.complete(["Walk"])), r"prompts\[0\] must be an integer"),
+    (lambda lm: lm.with_policy("dense"), NO_POLICY),
+    (lambda lm: lm.with_policy(sw.Dense), NO_POLICY),
+    (lambda lm: lm.with_policy(None), NO_POLICY),
+    # Refused before loading.
+    (lambda lm: LanguageModel.load("nowhere", policy="dense"), NO_POLICY),
+    (lambda lm: LanguageModel.load("nowhere", policy=0.2), NO_POLICY),
+]
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("name", NO_TEXTS)
-def test_what_is_no_text_is_said_to_be_none(lm, name):
-    call, message = NO_TEXTS[name]
+@pytest.mark.parametrize("index", range(len(MISTAKES)))
+def test_mistakes_are_named_and_not_blamed_on_files_of_the_tokenizer(lm, index):
+    call, message = MISTAKES[index]
     with pytest.raises(ValueError, match=message) as raised:
         call(lm)
     assert "download" not in str(raised.value)

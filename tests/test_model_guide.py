@@ -51,7 +51,7 @@ def test_the_example_loads_and_generates(family, repository, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_absent_attributes_mean_what_they_mean_in_transformers(family, tmp_path):
+def test_its_attributes_mean_what_they_mean_in_transformers(family, tmp_path):
     FAMILIES["mistral"] = family
     raw = write_mistral(tmp_path)
     for name in ("num_key_value_heads", "max_position_embeddings", "bos_token_id"):
@@ -60,10 +60,6 @@ def test_absent_attributes_mean_what_they_mean_in_transformers(family, tmp_path)
     assert (config.num_kv_heads, config.head_dim) == (8, 4)
     assert (config.max_position_embeddings, config.bos_token_id) == (131072, 1)
     assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
-
-
-def test_a_window_is_refused(family, tmp_path):
-    FAMILIES["mistral"] = family
     write_mistral(tmp_path, sliding_window=128)
     with pytest.raises(NotImplementedError, match=r"window 128\) in layers \[0, 1\]"):
         sw.load(tmp_path)

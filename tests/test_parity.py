@@ -5,14 +5,12 @@ run, with the interpreter of SKETCHWALK_REFERENCE_PYTHON; SKETCHWALK_PARITY_SEED
 """
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity.live_cases import NAMES, draw_case
+from parity.live_cases import NAMES, draw_case, run_reference
 from parity.rope_cases import ROPE_CASES
 from tolerances import tolerance
 from variants import slow_unless
@@ -75,22 +73,14 @@ def test_goldens_cover_every_family_rope_type_and_switch():
 
 
 @pytest.fixture(scope="session")
-def reference_run(
-    tmp_path_factory: pytest.TempPathFactory, reference_python: str, parity_seed: int
-) -> Path:
+def reference_run(tmp_path_factory, reference_python: str, parity_seed: int) -> Path:
     """Runs the reference worker once, on all cases."""
     directory = tmp_path_factory.mktemp("parity")
-    job: dict[str, Any] = {
+    job = {
         "cases": [draw_case(name, parity_seed) for name in NAMES],
         "rope": [{"name": name, "config": config} for name, config in ROPE_CASES.items()],
     }
-    path = directory / "job.json"
-    path.write_text(json.dumps(job))
-    worker = TESTS / "parity" / "reference_worker.py"
-    done = subprocess.run(
-        [reference_python, str(worker), str(path), str(directory)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"SKETCHWALK_PARITY_SEED={parity_seed}\n{done.stderr[-4000:]}"
+    run_reference(reference_python, job, directory, seed=parity_seed)
     return directory
 
 

@@ -3,11 +3,13 @@
 import gc
 
 import checkpoints
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from gguf_checkpoints import write_gguf
 
 from sketchwalk_jax import Dense, forward, load, save
 from sketchwalk_jax.models import checkpoint, param_shapes, quantize_params
@@ -19,26 +21,19 @@ MODEL = tiny.MODEL
 
 
 def equal(one, other):
-    one, other = flatten_params(one), flatten_params(other)
-    assert one.keys() == other.keys()
-    for path, array in one.items():
-        assert array.dtype == other[path].dtype, path
-        np.testing.assert_array_equal(
-            np.asarray(array, np.float32), np.asarray(other[path], np.float32), err_msg=str(path)
-        )
+    chex.assert_trees_all_equal_dtypes(one, other)
+    chex.assert_trees_all_equal(
+        *(jax.tree.map(lambda x: x.astype("float32"), x) for x in (one, other))
+    )
 
 
 @pytest.mark.parametrize("weights", KINDS)
 def test_quantised_parameters_have_the_described_shapes(weights):
     made = quantize_params(tiny.params(model=MODEL), weights)
-    expected = flatten_params(param_shapes(MODEL, weights=weights))
-    found = {path: (one.shape, one.dtype) for path, one in flatten_params(made).items()}
-    wanted = {path: (one.shape, one.dtype) for path, one in expected.items()}
-    assert {path for path in found if path[-1] == "kernel"} == {("lm_head", "kernel")}
-    embedding = wanted.pop(("embed", "embedding"))
-    assert found.pop(("embed", "embedding"))[0] == embedding[0]
-    assert {path: one[0] for path, one in found.items()} == {
-        path: one[0] for path, one in wanted.items()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+    assert shapes == param_shapes(MODEL, weights=weights)
+    assert {path for path in flatten_params(made) if path[-1] == "kernel"} == {
+        ("lm_head", "kernel")
     }
     check_runs(made, MODEL)
     assert weights_of(made) == weights
@@ -138,6 +133,19 @@ def test_a_saved_directory_comes_back_exactly(weights, tmp_path):
         load(tmp_path / "saved", progress=False, weights=other)
 
 
+def test_a_folder_of_another_version_with_weights_of_four_bits_is_refused(tmp_path):
+    save(tmp_path / "saved", quantize_params(tiny.params(model=MODEL), "int8"), MODEL)
+    file = tmp_path / "saved" / "model_config.json"
+    file.write_text(file.read_text().replace('gate/quantized": "int8', 'gate/quantized": "uint8'))
+    for weights in (None, "int8"):
+        with pytest.raises(
+            ValueError,
+            match="saved must hold weights in one of .* arrays of .*"
+            "uint8, which another version wrote; load the checkpoint that",
+        ):
+            load(tmp_path / "saved", weights=weights)
+
+
 def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, monkeypatch):
     params = tiny.params(jnp.bfloat16, MODEL)
     save(tmp_path / "saved", params, MODEL)
@@ -161,11 +169,17 @@ def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, 
 
 
 @pytest.mark.parametrize("weights", KINDS)
-def test_a_checkpoint_is_quantised_while_it_is_read(weights, tmp_path):
-    checkpoints.write_checkpoint(tmp_path, "qwen2")
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_checkpoint_is_quantised_while_it_is_read(kind, weights, tmp_path):
+    source = tmp_path if kind == "directory" else tmp_path / "model.gguf"
+    if kind == "directory":
+        checkpoints.write_checkpoint(source, "qwen2")
+    else:  # with more rows than are read at once
+        sizes = {"hidden_size": 320, "intermediate_size": 160, "head_dim": 80, "vocab_size": 300}
+        write_gguf(source, quantisation="Q8_0", **sizes)
     options = {"dtype": "float32", "progress": False}
-    params, _ = load(tmp_path, **options)
-    found, _ = load(tmp_path, weights=weights, **options)
+    params, _ = load(source, **options)
+    found, _ = load(source, weights=weights, **options)
     equal(found, quantize_params(params, weights))
 
 

@@ -1,7 +1,6 @@
 """Rotary embedding: frequencies against transformers, the rotation against its equation."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +33,14 @@ def complex_rotation(x: np.ndarray, positions: np.ndarray, rope: RopeConfig) -> 
     return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
 
-def config_from_transformers(raw: dict[str, Any]) -> ModelConfig:
-    return ModelConfig.from_dict(raw | {"model_type": "llama"})
-
-
 @pytest.mark.parametrize("name", ROPE_CASES)
 def test_frequencies_equal_those_of_transformers(repository: Path, name: str):
     golden = np.load(repository / "tests/goldens/rope.npz")
-    config = config_from_transformers(ROPE_CASES[name])
+    config = ModelConfig.from_dict(ROPE_CASES[name] | {"model_type": "llama"})
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, golden[name], rtol=2.5e-7, atol=0)
     assert factor == pytest.approx(float(golden[name + ".attention_factor"]), rel=1e-12)
-
-
-def test_goldens_hold_every_rope_case(repository: Path):
-    golden = np.load(repository / "tests/goldens/rope.npz")
     assert {name.removesuffix(".attention_factor") for name in golden} == set(ROPE_CASES)
 
 
@@ -103,14 +94,7 @@ def test_angles_are_computed_in_float32_whatever_the_positions_are():
     np.testing.assert_allclose(cos[0, 0], np.cos(angles.astype(np.float64)), rtol=0, atol=1e-5)
 
 
-def test_theta_of_another_model_is_not_remembered():
-    first = rope_frequencies(RopeConfig(theta=1e4), 16)[0]
-    rope_frequencies(RopeConfig(theta=1e6), 16)
-    np.testing.assert_array_equal(rope_frequencies(RopeConfig(theta=1e4), 16)[0], first)
-    assert (rope_frequencies(RopeConfig(theta=1e6), 16)[0][1:] < first[1:]).all()
-
-
-@pytest.mark.parametrize("head_dim", [0, 7, -2])
-def test_odd_or_empty_heads_raise(head_dim: int):
-    with pytest.raises(ValueError, match="head_dim must be a positive even number"):
-        rope_frequencies(RopeConfig(), head_dim)
+def test_odd_or_empty_heads_raise():
+    for head_dim in (0, 7, -2):
+        with pytest.raises(ValueError, match="head_dim must be a positive even number"):
+            rope_frequencies(RopeConfig(), head_dim)

@@ -1,3 +1,5 @@
+"""Tokenizers of directories: exact text, whole characters in pieces, chat templates, errors."""
+
 import contextlib
 import json
 import threading
@@ -5,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_checkpoints import BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import TOKENIZERS
@@ -23,11 +26,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def wrap(model, **settings):
-    """Makes a transformers tokenizer that adds a beginning-of-sequence token, as Llama's do."""
-    from tokenizers import processors
+def byte_level(**settings):
+    """Makes one like Llama 3's and Qwen's: bytes, and merges that split characters anywhere.
+
+    It adds a beginning-of-sequence token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
+    # Each merge joins the first two bytes; others stay alone.
+    merges = [tuple(spelled(text.encode())[:2]) for text in ("th", " a", "é", "你", "😀")]
+    vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
+    model = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
     model.add_special_tokens(["<s>", "</s>"])
     model.add_tokens(["<think>"])
     model.post_processor = processors.TemplateProcessing(
@@ -38,50 +50,13 @@ def wrap(model, **settings):
     )
 
 
-def byte_level(**settings):
-    """Makes one like Llama 3's and Qwen's: bytes, and merges that split characters anywhere."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    to_characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    merges = []
-    for text in ("th", " a", "é", "你", "😀"):  # merges the first two bytes; others stay alone
-        merges.append(tuple(to_characters.pre_tokenize_str(text)[0][0][:2]))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = alphabet + ["".join(pair) for pair in merges]
-    model = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges)
-    )
-    model.pre_tokenizer, model.decoder = to_characters, decoders.ByteLevel()
-    return wrap(model, **settings)
-
-
-def byte_fallback(**settings):
-    """Makes one like Llama 2's: words with their space, and bytes for unknown words."""
-    from tokenizers import Tokenizer, decoders, models
-
-    words = ["<unk>", "▁", "▁the", "a", "▁a", ".", "é"]
-    vocabulary = words + [f"<0x{byte:02X}>" for byte in range(256)]
-    model = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(vocabulary)},
-            merges=[("▁", "a")],
-            byte_fallback=True,
-            unk_token="<unk>",
-        )
-    )
-    model.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return wrap(model, **settings)
+def spelled(data: bytes) -> str:
+    """Writes bytes in the characters of byte-level vocabularies."""
+    return "".join(BYTES[byte] for byte in data)
 
 
 BYTE_LEVEL = byte_level()
-BYTE_FALLBACK = byte_fallback()
+BYTE_FALLBACK = TOKENIZERS["spaces as characters"]
 BYTE_IDS = {byte: BYTE_FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)}
 
 
@@ -120,26 +95,9 @@ def test_streamed_text_of_any_tokens_equals_full_decode(
     assert "".join(pieces) == decode(BYTE_LEVEL, np.array(tokens, int), skip_special_tokens=skip)
 
 
-@given(st.binary(max_size=40), chunk_sizes)
-def test_streamed_text_of_any_bytes_equals_full_decode(data: bytes, chunks: list[int]):
-    tokens = [BYTE_LEVEL.convert_tokens_to_ids(character) for character in spelled(data)]
-    assert "".join(stream(BYTE_LEVEL, tokens, chunks)) == data.decode(errors="replace")
-
-
-def spelled(data: bytes) -> str:
-    """Writes bytes in the characters of byte-level vocabularies."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {byte: chr(byte) for byte in printable}
-    table |= {byte: chr(256 + index) for index, byte in enumerate(others)}
-    return "".join(table[byte] for byte in data)
-
-
-@given(texts, chunk_sizes, st.sampled_from(["byte level", "byte fallback"]))
-def test_pieces_hold_whole_characters_only(text: str, chunks: list[int], kind: str):
+@given(texts, chunk_sizes, st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]))
+def test_pieces_hold_whole_characters_only(text: str, chunks: list[int], tokenizer):
     text = text.replace("\N{REPLACEMENT CHARACTER}", "")
-    tokenizer = {"byte level": BYTE_LEVEL, "byte fallback": BYTE_FALLBACK}[kind]
-    text = text if kind == "byte level" else text.replace(" ", "▁").replace("\n", "")
     tokens = encode(tokenizer, text).tolist()
     pieces = stream(tokenizer, tokens, chunks)
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
@@ -197,16 +155,13 @@ def test_the_work_for_a_token_does_not_grow_with_the_text(data: bytes):
     assert counting.total <= 100 * len(tokens)
 
 
-def test_a_loaded_tokenizer_is_the_saved_one(directory: Path):
-    loaded = load_tokenizer(directory)
-    text = "a the é你😀</s>"
-    assert encode(loaded, text).tolist() == encode(BYTE_LEVEL, text).tolist()
-    assert load_tokenizer(str(directory)).eos_token == "</s>"
-
-
-def test_a_folder_of_the_home_directory_is_found(directory: Path, monkeypatch):
+def test_a_loaded_tokenizer_is_the_saved_one(directory: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(directory.parent))
-    assert load_tokenizer(f"~/{directory.name}").eos_token == "</s>"
+    text = "a the é你😀</s>"
+    for source in (directory, f"~/{directory.name}"):
+        loaded = load_tokenizer(source)
+        assert encode(loaded, text).tolist() == encode(BYTE_LEVEL, text).tolist()
+        assert loaded.eos_token == "</s>"
 
 
 def digits_by_threes():
@@ -380,47 +335,33 @@ def test_decoding_leaves_spaces_before_punctuation(directory: Path):
 
 def test_a_prompt_becomes_one_user_message(directory: Path):
     tokenizer = load_tokenizer(directory)
-    tokens = apply_chat_template(tokenizer, "hi")
-    assert tokens.dtype == np.int32
-    assert decode(tokenizer, tokens, skip_special_tokens=False) == "<s>[user]hi[assistant]"
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
-    tokens = apply_chat_template(tokenizer, messages, add_generation_prompt=False)
-    assert decode(tokenizer, tokens, skip_special_tokens=False) == "<s>[system]be[user]hi"
-
-
-def test_further_template_variables_reach_the_template(directory: Path):
-    tokenizer = load_tokenizer(directory)
-    tokens = apply_chat_template(tokenizer, "hi", opening="<think>")
-    assert decode(tokenizer, tokens) == "[user]hi[assistant]<think>"
-
-
-def test_a_tokenizer_without_chat_template_is_refused():
+    for prompt, options, expected in (
+        ("hi", {}, "<s>[user]hi[assistant]"),
+        (messages, {"add_generation_prompt": False}, "<s>[system]be[user]hi"),
+        ("hi", {"opening": "<think>"}, "<s>[user]hi[assistant]<think>"),
+    ):
+        tokens = apply_chat_template(tokenizer, prompt, **options)
+        assert tokens.dtype == np.int32
+        assert decode(tokenizer, tokens, skip_special_tokens=False) == expected
+    for prompt in ("", []):
+        with pytest.raises(ValueError, match="prompt must hold text or messages"):
+            apply_chat_template(tokenizer, prompt)
     with pytest.raises(ValueError, match="tokenizer must have a chat template, got none"):
         apply_chat_template(BYTE_LEVEL, "hi")
 
 
-@pytest.mark.parametrize("prompt", ["", []])
-def test_an_empty_prompt_is_refused(prompt: str | list, directory: Path):
-    with pytest.raises(ValueError, match="prompt must hold text or messages"):
-        apply_chat_template(load_tokenizer(directory), prompt)
-
-
-def test_a_folder_without_tokenizer_is_refused(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
-    message = r"must hold tokenizer files .*tokenizer\.json.* got .*\['config\.json'\]"
-    with pytest.raises(ValueError, match=message):
-        load_tokenizer(tmp_path)
-
-
-def test_a_pointer_in_the_place_of_the_file_is_named(directory: Path):
+def test_a_folder_without_a_tokenizer_is_refused(directory: Path, tmp_path_factory):
+    bare = tmp_path_factory.mktemp("bare")
+    (bare / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match="cannot be opened: .* a pointer of Git LFS; run `git lfs"):
-        load_tokenizer(directory)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="must be a checkpoint folder or .*missing"):
-        load_tokenizer(tmp_path / "missing")
+    for path, message in (
+        (bare, r"must hold tokenizer files .*tokenizer\.json.* got .*\['config\.json'\]"),
+        (directory, "cannot be opened: .* a pointer of Git LFS; run `git lfs"),
+        (bare / "missing", "must be a checkpoint folder or .*missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(path)
 
 
 @pytest.mark.parametrize(
@@ -434,12 +375,10 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(directory: Path, file: str,
     (directory / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="must be one of transformers' own classes"):
         load_tokenizer(directory)
-
-
-def test_a_known_model_that_also_names_code_keeps_its_tokenizer(directory: Path):
     config = {"model_type": "llama", "auto_map": {"AutoConfig": "code.Own"}}
-    (directory / "config.json").write_text(json.dumps(config))
-    assert load_tokenizer(directory).bos_token == "<s>"
+    (directory / "config.json").write_text(json.dumps(config))  # transformers knows this model
+    if file == "config.json":
+        assert load_tokenizer(directory).bos_token == "<s>"
 
 
 def test_a_vocabulary_that_lacks_its_token_for_the_unknown_is_named():

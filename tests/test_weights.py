@@ -1,6 +1,7 @@
 """Loading of safetensors directories: values, dtypes, placement, progress."""
 
 import shutil
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import TINY, write_checkpoint, write_tensors
+from gguf_checkpoints import write_gguf
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
+from variants import slow_unless
 
 from sketchwalk_jax import init_cache
 from sketchwalk_jax.models import ModelConfig, load, param_shapes
 from sketchwalk_jax.models.params import flatten_params
 from sketchwalk_jax.models.plans import stored_tensors
 
-PREFIX = "model.layers.{layer}."
 LINEAR = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -39,33 +41,25 @@ SCALES = {
 def assert_holds(
     params: dict[str, Any], tensors: dict[str, np.ndarray], config: ModelConfig
 ) -> None:
-    """Checks that every parameter, applied to an input, gives the result of its stored tensor."""
-    generator = np.random.default_rng(0)
+    """Checks that every parameter is its stored tensor, transposed and with an axis of heads."""
     heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
     for layer in range(config.num_layers):
-        prefix = PREFIX.format(layer=layer)
+        own = jax.tree.map(lambda stack, layer=layer: stack[layer], params["layers"])
+        kept = {name.removeprefix(f"model.layers.{layer}."): x for name, x in tensors.items()}
         for name, stored in LINEAR.items():
-            leaf = {key: np.asarray(value[layer]) for key, value in params["layers"][name].items()}
-            weight = tensors[f"{prefix}{stored}.weight"]
-            x = generator.standard_normal(weight.shape[1]).astype(weight.dtype)
-            expected = weight @ x
-            if name == "out":
-                x = x.reshape(config.num_heads, config.head_dim)
-                actual = np.einsum("nh,nhd->d", x, leaf["kernel"])
-            else:
-                actual = np.einsum("d,d...->...", x, leaf["kernel"])
-            if name in heads:
-                expected = expected.reshape(heads[name], config.head_dim)
-            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-            bias = tensors.get(f"{prefix}{stored}.bias")
-            assert ("bias" in leaf) == (bias is not None)
+            weight, bias = kept[f"{stored}.weight"], kept.get(f"{stored}.bias")
+            outputs = (heads[name], config.head_dim) if name in heads else weight.shape[:1]
+            inputs = (config.num_heads, config.head_dim) if name == "out" else weight.shape[1:]
+            expected = weight.T.reshape(*inputs, *outputs)
+            np.testing.assert_array_equal(own[name]["kernel"], expected)
+            assert ("bias" in own[name]) == (bias is not None)
             if bias is not None:
-                np.testing.assert_array_equal(leaf["bias"], bias.reshape(expected.shape))
+                np.testing.assert_array_equal(own[name]["bias"], bias.reshape(outputs))
         for name, stored in SCALES.items():
-            scale = tensors.get(f"{prefix}{stored}.weight")
-            assert (name in params["layers"]) == (scale is not None)
+            scale = kept.get(f"{stored}.weight")
+            assert (name in own) == (scale is not None)
             if scale is not None:
-                np.testing.assert_array_equal(params["layers"][name]["scale"][layer], scale)
+                np.testing.assert_array_equal(own[name]["scale"], scale)
     np.testing.assert_array_equal(
         params["embed"]["embedding"], tensors["model.embed_tokens.weight"]
     )
@@ -101,71 +95,48 @@ def test_parameters_hold_the_stored_tensors(tmp_path: Path, case: str):
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("target", [None, "float32", "float16", "bfloat16"])
-def test_parameters_are_cast_to_the_target_dtype(tmp_path: Path, stored: str, target: str | None):
+def test_parameters_are_cast_to_the_target_dtype(tmp_path: Path, stored: str):
     tensors = write_checkpoint(tmp_path, dtype=stored)
-    params, config = load(tmp_path, dtype=target)
-    # Caches made by default have the loaded dtype.
-    assert config.dtype == (target or stored)
-    assert (
-        init_cache(config, batch=1, max_tokens=64).key.dtype == params["embed"]["embedding"].dtype
-    )
-    for leaf in jax.tree.leaves(params):
-        assert leaf.dtype == jnp.dtype(target or stored)
-    expected = tensors["model.embed_tokens.weight"].astype(jnp.dtype(target or stored))
-    np.testing.assert_array_equal(params["embed"]["embedding"], expected)
-
-
-def test_without_a_declared_dtype_the_stored_one_is_kept(tmp_path: Path):
-    write_checkpoint(tmp_path, dtype="bfloat16", torch_dtype=...)
-    params, config = load(tmp_path)
-    assert params["embed"]["embedding"].dtype == jnp.bfloat16
-    assert config.dtype == "bfloat16"
+    for target in (None, "float32", "float16", "bfloat16"):
+        params, config = load(tmp_path, dtype=target)
+        # Caches made by default have the loaded dtype.
+        assert config.dtype == (target or stored)
+        cache = init_cache(config, batch=1, max_tokens=64)
+        assert {x.dtype for x in (*jax.tree.leaves(params), cache.key)} == {jnp.dtype(config.dtype)}
+        expected = tensors["model.embed_tokens.weight"].astype(jnp.dtype(config.dtype))
+        np.testing.assert_array_equal(params["embed"]["embedding"], expected)
 
 
 def test_a_declared_dtype_comes_before_the_stored_one(tmp_path: Path):
-    tensors = write_checkpoint(tmp_path, dtype="float32", torch_dtype="bfloat16")
-    params, config = load(tmp_path)
-    assert config.dtype == "bfloat16"
-    expected = tensors["model.norm.weight"].astype(jnp.bfloat16)
-    np.testing.assert_array_equal(params["final_norm"]["scale"], expected)
+    for declared, expected in (("bfloat16", "bfloat16"), (..., "float16")):
+        tensors = write_checkpoint(tmp_path, dtype="float16", torch_dtype=declared)
+        params, config = load(tmp_path)
+        assert config.dtype == params["embed"]["embedding"].dtype == expected
+        norm = tensors["model.norm.weight"].astype(jnp.dtype(expected))
+        np.testing.assert_array_equal(params["final_norm"]["scale"], norm)
 
 
-def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path):
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def test_a_tied_checkpoint_may_hold_its_embedding_its_head_or_both(tmp_path: Path):
     tensors = write_checkpoint(tmp_path, tie_word_embeddings=True)
-    write_tensors(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
-    params, config = load(tmp_path)
-    assert config.tie_word_embeddings
-    assert_holds(params, tensors, config)
-
-
-def test_a_tied_checkpoint_may_hold_its_head_alone(tmp_path: Path):
-    tensors = write_checkpoint(tmp_path, tie_word_embeddings=True)
-    stored = dict(tensors)
-    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
-    write_tensors(tmp_path, stored)
-    params, config = load(tmp_path)
-    assert config.tie_word_embeddings
-    assert_holds(params, tensors, config)
+    both = tensors | {HEAD: tensors[EMBEDDING]}
+    for stored in (both, {name: x for name, x in both.items() if name != EMBEDDING}):
+        write_tensors(tmp_path, stored)
+        params, config = load(tmp_path)
+        assert config.tie_word_embeddings
+        assert_holds(params, tensors, config)
 
 
 def test_a_different_head_of_a_tied_checkpoint_is_used_with_a_warning(tmp_path: Path):
     tensors = write_checkpoint(tmp_path, tie_word_embeddings=True)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    tensors["lm_head.weight"][-1, -1] += 1
+    tensors[HEAD] = tensors[EMBEDDING].copy()
+    tensors[HEAD][-1, -1] += 1
     write_tensors(tmp_path, tensors)
     with pytest.warns(UserWarning, match="declares tied embeddings but holds a different lm_head"):
         params, config = load(tmp_path)
     assert not config.tie_word_embeddings
-    assert_holds(params, tensors, config)
-
-
-def test_stored_rotary_frequencies_are_ignored(tmp_path: Path):
-    tensors = write_checkpoint(tmp_path)
-    frequencies = np.ones(4, np.float32)
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    write_tensors(tmp_path, tensors | {name: frequencies})
-    params, config = load(tmp_path)
     assert_holds(params, tensors, config)
 
 
@@ -202,29 +173,19 @@ def test_a_base_model_loads_with_its_embedding_as_head(tmp_path: Path, model_typ
     assert found[1] == expected[1]
 
 
-def test_the_prefix_of_names_is_not_needed(tmp_path: Path):
-    tensors = write_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    write_tensors(tmp_path, without_prefix(tensors), num_shards=2)
-    params, config = load(tmp_path)
-    assert_holds(params, tensors, config)
-
-
-def test_a_single_file_comes_before_an_index(tmp_path: Path):
+def test_other_layouts_of_the_same_tensors_load_equal(tmp_path: Path):
     write_checkpoint(tmp_path, seed=1, num_shards=2)
-    tensors = write_checkpoint(tmp_path, seed=2)
-    params, config = load(tmp_path)
-    assert_holds(params, tensors, config)
-
-
-def test_links_of_a_download_cache_are_followed(tmp_path: Path):
-    tensors = write_checkpoint(tmp_path / "blobs")
-    snapshot = tmp_path / "snapshot"
+    tensors = write_checkpoint(tmp_path, seed=2)  # a single file comes before an index
+    snapshot, bare = tmp_path / "snapshot", tmp_path / "bare"
     snapshot.mkdir()
-    for file in (tmp_path / "blobs").iterdir():
-        (snapshot / file.name).symlink_to(file)
-    params, config = load(snapshot)
-    assert_holds(params, tensors, config)
+    for file in tmp_path.glob("*.*"):
+        (snapshot / file.name).symlink_to(file)  # as in the cache of downloads
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    write_tensors(bare, without_prefix(tensors) | frequencies, num_shards=2)
+    (bare / "config.json").write_text((tmp_path / "config.json").read_text())
+    for directory in (tmp_path, snapshot, bare):
+        params, config = load(directory)
+        assert_holds(params, tensors, config)
 
 
 def test_a_sharding_may_be_one_a_tree_or_a_rule(tmp_path: Path):
@@ -264,8 +225,8 @@ def rule(path, shape):
     name = path[-1] if path[-1] in SPECS else path[-2]
     return NamedSharding(mesh, SPECS.get(name, P()))
 
-whole, config = load(DIRECTORY)
-params, _ = load(DIRECTORY, sharding=rule)
+whole, config = load(SOURCE)
+params, _ = load(SOURCE, sharding=rule)
 save(SAVED, params, config)
 restored, _ = load(SAVED, sharding=rule)
 assert len({len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)}) == 1
@@ -281,44 +242,34 @@ print(sum(leaf.size for leaf in jax.tree.leaves(params)))
 """
 
 
-@pytest.mark.slow
-def test_each_device_gets_its_own_part(tmp_path: Path, repository: Path, run_python):
+@pytest.mark.parametrize("kind", slow_unless("gguf".__eq__, ["gguf", "safetensors"]))
+def test_each_device_gets_its_own_part(tmp_path: Path, repository: Path, run_python, kind: str):
     overrides = {"attention_bias": True, "num_attention_heads": 8, "head_dim": 16}
-    directory = tmp_path / "checkpoint"
-    tensors = write_checkpoint(directory, "llama", **overrides, num_shards=2, dtype="bfloat16")
-    code = SHARDED_LOAD.replace("DIRECTORY", repr(str(directory)))
+    source = tmp_path / "checkpoint"
+    if kind == "gguf":
+        source = tmp_path / "model.gguf"
+        _, tensors = write_gguf(source, quantisation="Q8_0", **overrides)
+    else:
+        tensors = write_checkpoint(source, **overrides, num_shards=2, dtype="bfloat16")
+    code = SHARDED_LOAD.replace("SOURCE", repr(str(source)))
     code = code.replace("SAVED", repr(str(tmp_path / "saved")))
     code = f"import sys; sys.path.insert(0, {str(repository)!r})\n{code}"
     assert int(run_python(code, devices=8)) == sum(tensor.size for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("model_type", TINY)
-def test_the_progress_bar_stays_silent_on_short_loads(tmp_path: Path, model_type: str, capfd):
-    write_checkpoint(tmp_path, model_type)
-    load(tmp_path, progress=True)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_progress_bar_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_progress_bar_counts_every_byte_and_stays_silent_on_short_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+):
     import tqdm
 
-    counted = {}
-
-    class Bar:
-        def __init__(self, total: int, **options: Any) -> None:
-            counted.update(total=total, done=0, delay=options["delay"], off=options["disable"])
-
-        def __enter__(self) -> "Bar":
-            return self
-
-        def __exit__(self, *exception: object) -> None:
-            pass
-
-        def update(self, num_bytes: int) -> None:
-            counted["done"] += num_bytes
-
-    monkeypatch.setattr(tqdm, "tqdm", Bar)
     write_checkpoint(tmp_path)
+    load(tmp_path, progress=True)
+    assert capfd.readouterr() == ("", "")
+    bar = unittest.mock.MagicMock()
+    update = bar.return_value.__enter__.return_value.update
+    monkeypatch.setattr(tqdm, "tqdm", bar)
     params, _ = load(tmp_path, progress=False)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert counted == {"total": num_bytes, "done": num_bytes, "delay": 1, "off": True}
+    options = bar.call_args.kwargs
+    assert (options["total"], options["delay"], options["disable"]) == (num_bytes, 1, True)
+    assert sum(call.args[0] for call in update.call_args_list) == num_bytes

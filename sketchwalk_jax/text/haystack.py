@@ -144,17 +144,8 @@ def draw_lines(
 ) -> list[list[int]]:
     """Draws passages of a text with lines, each beginning at a line.
 
-    Args:
-      text: The text.
-      tokenizer: A tokenizer of transformers.
-      num_tokens: Tokens of each passage, special tokens before it included; may end inside a word.
-      sources: A random generator for each passage.
-
-    Returns:
-      The tokens of each passage.
-
-    Raises:
-      ValueError: If the text is shorter than a passage.
+    Arguments and errors as in `draw_passages`, but every passage has exactly `num_tokens` tokens,
+    and may end inside a word.
     """
     opening, content = _opening_tokens(tokenizer), text.content
     passages = []

@@ -23,13 +23,7 @@ from sketchwalk_jax.text.chat_templates import bounded_template
 from sketchwalk_jax.text.gguf_tokenizer import make_tokenizer
 from sketchwalk_jax.validation import check_texts, describe
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
+_TOKENIZER_FILES = "tokenizer.json tokenizer.model vocab.json vocab.txt tekken.json".split()
 
 # Decoding writes this for bytes that form no character, or an incomplete one.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -204,24 +198,18 @@ def _damage_explained(path: str | Path, what: str = "be opened") -> Iterator[Non
         yield
     except (ImportError, OSError, MemoryError):
         raise
-    except Exception as error:
-        if isinstance(error, ValueError) and str(path) in str(error):
-            raise  # its message already tells the problem
-        raise _damaged(path, what, error) from error
     except BaseException as error:
         # Panics of the tokenizers' Rust code are not of type `Exception`.
-        if type(error).__name__ != "PanicException":
+        is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        is_explained = isinstance(error, ValueError) and str(path) in str(error)
+        if is_explained or not is_failure:
             raise
-        raise _damaged(path, what, error) from error
-
-
-def _damaged(path: str | Path, what: str, error: BaseException) -> ValueError:
-    reason = str(error).strip().partition("\n")[0][:300]
-    file = Path(path) / "tokenizer.json"
-    advice = describe_damage(file) if file.is_file() else "download its files again"
-    return ValueError(
-        f"the tokenizer of {str(path)!r} cannot {what}: {reason or type(error).__name__}; {advice}"
-    )
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        file = Path(path) / "tokenizer.json"
+        advice = describe_damage(file) if file.is_file() else "download its files again"
+        raise ValueError(
+            f"the tokenizer of {str(path)!r} cannot {what}: {reason}; {advice}"
+        ) from error
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> Int[np.ndarray, "T"]:

@@ -1,6 +1,9 @@
-"""Draws new models for the live comparison with transformers."""
+"""Draws new models for the live comparison with transformers, and runs it."""
 
+import json
 import random
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from parity.rope_cases import old_spelling
@@ -15,6 +18,15 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "run_dtype": "bfloat16", "length": 70},
 }
 NAMES = (*(f"{family}-{rope}" for family in FAMILIES for rope in ROPE_TYPES), *EXTRAS)
+
+
+def run_reference(python: str, job: dict[str, Any], root: Path, *, seed: int) -> None:
+    """Runs `reference_worker.py` on a job with another interpreter; results go into `root`."""
+    (root / "job.json").write_text(json.dumps(job))
+    worker = Path(__file__).parent / "reference_worker.py"
+    command = [python, worker, root / "job.json", root]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"SKETCHWALK_PARITY_SEED={seed}\n{done.stderr[-4000:]}"
 
 
 def draw_case(name: str, seed: int) -> dict[str, Any]:
