@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,33 +100,6 @@ def _write(warp: Warp, space: str, places: np.ndarray, values: np.ndarray) -> No
         block.memory.write(places, values)
 
 
-@operation("atom", "red")
-def _do_atomic(warp: Warp, one: Instruction) -> None:
-    *target, place, source = one.operands
-    kind = one.name[-1]
-    dtype, block = TYPES[kind], warp.block
-    places = warp.address(place)
-    values = warp.lanes(source, kind)
-    space = _space(one, places[warp.active])
-    combine = {
-        "add": np.add,
-        "max": np.maximum,
-        "min": np.minimum,
-        "or": np.bitwise_or,
-        "and": np.bitwise_and,
-        "exch": lambda _, y: y,
-    }[next(x for x in one.name if x in ("add", "max", "min", "or", "and", "exch"))]
-    before = np.zeros(LANES, dtype)
-    for lane in np.flatnonzero(warp.active):
-        where = places[lane] + np.arange(dtype.itemsize)
-        held = block.shared[block.check(where)] if space == "shared" else block.memory.read(where)
-        before[lane] = np.ascontiguousarray(held).view(dtype)[0]
-        after = np.array([combine(before[lane], values[lane])], dtype).view(np.uint8)
-        _write(warp, space, where, after)
-    if target:
-        warp.put(target[0], before)
-
-
 @operation("ldmatrix", "stmatrix")
 def _do_matrices(warp: Warp, one: Instruction) -> None:
     """Loads 8 by 8 matrices of 16 bits; thread `8 m + r` has the address of row `r` of matrix `m`.
@@ -218,13 +191,8 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
         barrier.settle()
         if state != "_":
             warp.put(state, np.array(barrier.phase, np.uint64))
-    elif action == "expect_tx":
-        barrier = block.barriers[_place(warp, one.operands[0])]
-        barrier.bytes_missing += threads * warp.number(one.operands[1])
-    elif action in ("try_wait", "test_wait"):
+    elif one.name[1:3] == ("try_wait", "parity"):
         done, place, parity, *_ = one.operands
-        if "parity" not in one.name:
-            raise NotImplementedError(one.text)
         barrier = block.barriers[_place(warp, place)]
         wanted = set(warp.lanes(parity, "u32")[warp.active].tolist())
         if len(wanted) != 1:
@@ -234,8 +202,6 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
             warp.is_blocked = lambda: barrier.phase & 1 == own
             raise Waiting
         warp.put(done, np.array(True))
-    elif action == "inval":
-        del block.barriers[_place(warp, one.operands[0])]
     else:
         raise NotImplementedError(one.text)
 
@@ -508,13 +474,14 @@ def _start_product(warp: Warp, one: Instruction) -> None:
         else:
             first = as_matrix(read[1][1], left_kind)
         sign = signs[0] * signs[1]
-        before = _sums(warp, names, to, columns) if goes_on.all() else None
+        before = _sums(warp.values.__getitem__, names, to, columns) if goes_on.all() else None
         if (left_kind, to) == ("e4m3", "f32"):
             found = _sum_in_few_bits(sign * first[:, None] * second[None], before)
         else:
             found = sign * (first.astype(second.dtype) @ second.T)
             found = found if before is None else found + before
-        _put_sums(warp, names, to, found if is_whole else found.astype(np.float32))
+        found = found if is_whole else found.astype(np.float32)
+        _put_sums(warp.values.__setitem__, names, to, found)
 
     for name in names:
         warp.flying[name] = warp.flying.get(name, 0) + 1
@@ -542,28 +509,16 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
     depth = int(re.search(r"m16n8k(\d+)", one.text)[1])
     to, left_kind, right_kind, _ = one.name[-4:]
     target, left, right, start = (split(x.strip("{}")) for x in one.operands)
-    held = [[warp.lanes(x, "b32") for x in y] for y in (left, right)]
-    first = _from_registers(held[0], TYPES[left_kind], depth)
-    per = 4 // TYPES[right_kind].itemsize
-    second = np.zeros((8, depth), np.float32)
-    for index, register in enumerate(held[1]):
-        entries = np.ascontiguousarray(register).view(TYPES[right_kind]).reshape(LANES, per)
-        for part in range(per):
-            column = per * (LANE % 4) + 4 * per * index + part
-            second[LANE // 4, column] = entries[:, part].astype(np.float32)
-    product = first @ second.T
-    places = [_sum_places(index) for index in range(2)]
-    products = [product[row, column + part] for row, column in places for part in range(2)]
-    if to == "f32":
-        sums = [warp.lanes(x, "f32") for x in start]
-        for name, one_product, one_sum in zip(target, products, sums, strict=True):
-            warp.put(name, (one_product + one_sum).astype(np.float32))
-        return
-    for index, name in enumerate(target):  # two columns per register
-        pair = np.stack(products[2 * index : 2 * index + 2], axis=-1)
-        held = np.ascontiguousarray(warp.lanes(start[index], "b32"))
-        pair = pair + held.view(TYPES[to]).reshape(LANES, 2).astype(np.float32)
-        warp.put(name, np.ascontiguousarray(pair.astype(TYPES[to])).view(np.uint32).reshape(LANES))
+
+    def read(name: str) -> np.ndarray:
+        return warp.lanes(name, "b32")
+
+    first = _from_registers([read(x) for x in left], TYPES[left_kind], depth)
+    # The columns lie as the first eight rows of a left operand, which has every other register.
+    twice = [read(x) for x in right for _ in range(2)]
+    second = _from_registers(twice, TYPES[right_kind], depth)[:8]
+    sums = first @ second.T + _sums(read, start, to, 8)
+    _put_sums(warp.put, target, to, sums.astype(np.float32))
 
 
 def _operand(
@@ -623,29 +578,30 @@ def _sum_places(index: int) -> tuple[np.ndarray, np.ndarray]:
     return LANE // 4 + 8 * (index % 2), 8 * (index // 2) + 2 * (LANE % 4)
 
 
-def _sums(warp: Warp, names: Sequence[str], kind: str, columns: int) -> np.ndarray:
-    wide = np.float32 if kind == "f16" else TYPES[kind]
-    found = np.zeros((16, columns), wide)
+def _sums(
+    read: Callable[[str], np.ndarray], names: Sequence[str], kind: str, columns: int
+) -> np.ndarray:
+    """Assembles the 16 rows of a warp's sums: two columns per register of 16 bits, else one."""
+    found = np.zeros((16, columns), np.float32 if kind == "f16" else TYPES[kind])
     for index in range(columns // 4):
         row, column = _sum_places(index)
-        if kind in ("f32", "s32"):
-            pair = [warp.values[x].view(wide) for x in names[2 * index : 2 * index + 2]]
+        if kind == "f16":
+            pair = np.ascontiguousarray(read(names[index])).view(np.float16).reshape(LANES, 2).T
         else:
-            both = np.ascontiguousarray(warp.values[names[index]]).view(np.float16)
-            pair = list(both.reshape(LANES, 2).T)
+            pair = [read(x).view(found.dtype) for x in names[2 * index : 2 * index + 2]]
         found[row, column], found[row, column + 1] = pair
     return found
 
 
-def _put_sums(warp: Warp, names: Sequence[str], kind: str, found: np.ndarray) -> None:
+def _put_sums(
+    write: Callable[[str, np.ndarray], None], names: Sequence[str], kind: str, found: np.ndarray
+) -> None:
     for index in range(found.shape[1] // 4):
         row, column = _sum_places(index)
         pair = found[row, column], found[row, column + 1]
-        if kind in ("f32", "s32"):
-            for name, value in zip(names[2 * index : 2 * index + 2], pair, strict=True):
-                warp.values[name] = np.ascontiguousarray(value).view(np.uint32)
-        elif kind == "f16":
+        if kind == "f16":
             both = np.stack(pair, axis=-1).astype(np.float16)
-            warp.values[names[index]] = np.ascontiguousarray(both).view(np.uint32).reshape(LANES)
-        else:
-            raise NotImplementedError(kind)
+            write(names[index], np.ascontiguousarray(both).view(np.uint32).reshape(LANES))
+            continue
+        for name, value in zip(names[2 * index : 2 * index + 2], pair, strict=True):
+            write(name, np.ascontiguousarray(value).view(np.uint32))
