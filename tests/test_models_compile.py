@@ -86,6 +86,12 @@ def test_a_piece_of_a_prompt_copies_neither_cache_nor_head(name):
     assert found["temporary_bytes"] < 3 * 2**30
 
 
+def sent(found: dict) -> tuple[list[int], list[int]]:
+    """Returns the bytes of each sum over ranks, and of each other transfer."""
+    reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
+    return reduced, [size for kind, size in found["sends"] if kind != "all-reduce"]
+
+
 @pytest.mark.hopper
 @pytest.mark.slow
 def test_two_gpus_share_a_piece_of_a_prompt():
@@ -94,8 +100,7 @@ def test_two_gpus_share_a_piece_of_a_prompt():
     # Page scores of 513 rows, as the first may begin inside a block, and eight heads each; 520 with
     # the padding of the last thread block, or fewer in parts. Then those of 128 early rows, in
     # three parts of 32 queries.
-    reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
-    gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
+    reduced, gathered = sent(found)
     assert reduced == [513 * 64 * 4096 * 2] * 3  # hidden states: two per layer, and embeddings
     of_a_row = 8192 * 8 * 4
     assert len(gathered) == 3 and gathered[0] <= 520 * of_a_row
@@ -108,8 +113,7 @@ def test_two_gpus_share_the_rows_of_a_piece():
     found = compile_program("read_llama_8b_by_rows")
     assert written(found, limit=2**29) == []
     # Rows in four pieces, 516 in all; their keys and values, and the whole cache's.
-    reduced = [size for kind, size in found["sends"] if kind == "all-reduce"]
-    gathered = [size for kind, size in found["sends"] if kind != "all-reduce"]
+    reduced, gathered = sent(found)
     of_a_token = 8 * 128 * 2
     assert max(reduced) <= 4096 * 2  # one hidden state
     assert sorted(gathered) == [516 * 64 * of_a_token] * 2 + [131072 * of_a_token] * 2

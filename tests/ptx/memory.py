@@ -15,7 +15,6 @@ from ptx.machine import (
     PARAMETERS,
     TYPES,
     Barrier,
-    Block,
     Copy,
     Fault,
     Product,
@@ -246,8 +245,7 @@ def _do_copy(warp: Warp, one: Instruction) -> None:
     elif "prefetch" not in name:
         if int(warp.active.sum()) != 1:
             raise Fault("more than one thread copies")
-        copy = _copy_tensor if name[3] == "tensor" else _copy_bulk
-        copy(warp, one, int(np.flatnonzero(warp.active)[0]))
+        _start_copy(warp, one, int(np.flatnonzero(warp.active)[0]))
 
 
 def _copy_of_threads(warp: Warp, one: Instruction) -> None:
@@ -314,87 +312,52 @@ def _await_copies(warp: Warp, left: int, *, only_read: bool) -> None:
             del groups[: max(0, len(groups) - left)]
 
 
-def _copy_tensor(warp: Warp, one: Instruction, lane: int) -> None:
-    """Copies a box of an array."""
-    block = warp.block
-    is_load = one.name[5].startswith("shared")  # the target
-    source, target = (one.operands[1], one.operands[0]) if is_load else one.operands[::-1]
-    tensor = source if is_load else target
-    shared = target if is_load else source
-    pointer, coordinates = split(tensor.strip("[]"))
-    where = block.maps[int(warp.lanes(pointer, "u64")[lane])]
-    corner = [int(warp.lanes(x, "s32")[lane]) for x in split(coordinates.strip("{}"))][::-1]
-    places, is_there = where.places(corner)
+def _start_copy(warp: Warp, one: Instruction, lane: int) -> None:
+    """Starts to copy a box of an array, or adjacent bytes, from or to shared memory."""
+    block, is_tensor = warp.block, one.name[3] == "tensor"
+    is_load = one.name[5 if is_tensor else 3].startswith("shared")  # the target
+    target, source, *more = one.operands
+    shared, other = (target, source) if is_load else (source, target)
     start = int(warp.address(shared)[lane])
-    if start % 128:
-        raise Fault("a copy's place in shared memory is not aligned")
-    own = swizzled(start + np.arange(places.size), where.swizzle)
+    if is_tensor:
+        pointer, coordinates = split(other.strip("[]"))
+        where = block.maps[int(warp.lanes(pointer, "u64")[lane])]
+        corner = [int(warp.lanes(x, "s32")[lane]) for x in split(coordinates.strip("{}"))][::-1]
+        places, is_there = where.places(corner)
+        if start % 128:
+            raise Fault("a copy's place in shared memory is not aligned")
+        own = swizzled(start + np.arange(places.size), where.swizzle)
+    else:
+        first, size = int(warp.address(other)[lane]), int(warp.lanes(more.pop(0), "u32")[lane])
+        if size % 16 or first % 16 or start % 16:
+            raise Fault("a copy is of multiples of 16 bytes")
+        own, places = (x + np.arange(size) for x in (start, first))
+        is_there = np.ones(size, bool)
     block.check(own)
     if is_load:
-        barrier = block.barriers[int(warp.address(one.operands[2])[lane])]
-        _start_load(block, barrier, own, places, is_there)
-    else:
-        _start_store(warp, one, lane, own, places, is_there)
+        barrier = block.barriers[int(warp.address(more[0])[lane])]
+        block.shared[own] = GARBAGE
+        block.unfenced[own] = 0
 
+        def load() -> None:
+            values = np.zeros(places.size, np.uint8)  # as are bytes outside the array
+            values[is_there] = block.memory.read(places[is_there])
+            block.shared[own] = values
+            barrier.bytes_missing -= places.size
+            barrier.settle()
 
-def _copy_bulk(warp: Warp, one: Instruction, lane: int) -> None:
-    """Copies adjacent bytes."""
-    block = warp.block
-    is_load = one.name[3].startswith("shared")
-    target, source = (int(warp.address(x)[lane]) for x in one.operands[:2])
-    size = int(warp.lanes(one.operands[2], "u32")[lane])
-    if size % 16 or target % 16 or source % 16:
-        raise Fault("a copy is of multiples of 16 bytes")
-    inside = np.arange(size)
-    if is_load:
-        barrier = block.barriers[int(warp.address(one.operands[3])[lane])]
-        _start_load(block, barrier, block.check(target + inside), source + inside)
-    else:
-        _start_store(warp, one, lane, block.check(source + inside), target + inside)
-
-
-def _start_load(
-    block: Block,
-    barrier: Barrier,
-    own: np.ndarray,
-    places: np.ndarray,
-    is_there: np.ndarray | bool = True,
-) -> None:
-    """Starts to copy from global to shared memory; bytes outside the array become zeros."""
-    is_there = np.broadcast_to(is_there, places.shape)
-    block.shared[own] = GARBAGE
-    block.unfenced[own] = 0
-
-    def finish() -> None:
-        values = np.zeros(places.size, np.uint8)
-        values[is_there] = block.memory.read(places[is_there])
-        block.shared[own] = values
-        barrier.bytes_missing -= places.size
-        barrier.settle()
-
-    block.copies.append(Copy(finish))
-
-
-def _start_store(
-    warp: Warp,
-    one: Instruction,
-    lane: int,
-    own: np.ndarray,
-    places: np.ndarray,
-    is_there: np.ndarray | bool = True,
-) -> None:
-    """Starts to copy from shared to global memory."""
-    block, is_there = warp.block, np.broadcast_to(is_there, places.shape)
+        block.copies.append(Copy(load))
+        return
     values = block.read_shared(own).copy()
 
     def read() -> None:
         if (block.shared[own] != values).any():
             raise Fault(f"what a copy reads has been overwritten ({one.text})")
 
-    def write() -> None:
+    def store() -> None:
         block.memory.write(places[is_there], values[is_there])
 
-    copy = Copy(write, read)
+    copy = Copy(store, read)
     block.copies.append(copy)
     warp.bulk_open[lane].append(copy)
 
