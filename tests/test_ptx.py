@@ -55,7 +55,10 @@ def arrays(count=32, dtype=np.uint32):
         ("add.s32 %r3, %r2, 7;", lambda x: x + 7),
         ("mul.wide.u32 %rd7, %r2, 5; cvt.u32.u64 %r3, %rd7;", lambda x: x * 5),
         ("mul.hi.u32 %r3, %r2, -1;", lambda x: x * (2**32 - 1) >> 32),
-        ("{ .reg .b32 x; shl.b32 x, %r2, 3; xor.b32 %r3, x, 5; }", lambda x: x << 3 ^ 5),
+        (
+            "{ .reg .b32 x; shl.b32 x, %r2, 3; lop3.b32 %r3, x, %r2, 5, 0x6a; }",
+            lambda x: (x << 3 & x) ^ 5,
+        ),
         ("shf.l.wrap.b32 %r3, 0x87654321, %r2, 36;", lambda x: x << 4 | 8),
         ("shf.r.clamp.b32 %r3, 0x87654321, %r2, 12;", lambda x: x << 20 | 0x87654),
         ("prmt.b32 %r3, %r2, 255, 0x4400;", lambda x: x | x << 8 | 255 << 16 | 255 << 24),

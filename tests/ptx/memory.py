@@ -190,7 +190,7 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
         barrier.settle()
         if state != "_":
             warp.put(state, np.array(barrier.phase, np.uint64))
-    elif one.name[1:3] == ("try_wait", "parity"):
+    elif action in ("try_wait", "test_wait") and one.name[2] == "parity":
         done, place, parity, *_ = one.operands
         barrier = block.barriers[_place(warp, place)]
         wanted = set(warp.lanes(parity, "u32")[warp.active].tolist())

@@ -212,6 +212,17 @@ def _do_compare(warp: Warp, one: Instruction) -> None:
         warp.put(second_target, ~found)
 
 
+@operation("lop3")
+def _do_lop3(warp: Warp, one: Instruction) -> None:
+    target, *sources, table = one.operands
+    a, b, c = (warp.get(x, "u32") for x in sources)
+    found = np.zeros(LANES, np.uint32)
+    for index in range(8):
+        if int(table, 0) >> index & 1:
+            found |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+    warp.put(target, found)
+
+
 @operation("prmt")
 def _do_permute(warp: Warp, one: Instruction) -> None:
     target, x, y, selector = one.operands
