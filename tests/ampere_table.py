@@ -21,7 +21,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,21 +108,9 @@ def _kernels(case: Any, capability: str) -> Iterator[tuple[str, str, dict[str, A
 
     The occupancy has registers, spills, thread blocks per multiprocessor and what limits them.
     """
-    import jax
     import ptx
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    sharding = NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
-    function, shapes = case.program()
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-    )
-    with tempfile.TemporaryFile("w+") as printed:
-        os.dup2(printed.fileno(), 1)
-        with hopper.compiling_for(capability):
-            jax.jit(function).lower(*shapes).compile()
-        printed.seek(0)
-        text = printed.read()
+    _, text = hopper.compile_case(case, capability)
     for (said, code), (_, host) in zip(hopper.split_kernels(text), ptx.kernels(text), strict=True):
         (name,) = set(re.findall(r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'", said))
         facts, shared = hopper.read_assembler(said), ptx.read_launch(host, [0] * 10).shared_bytes

@@ -16,7 +16,7 @@ import re
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -296,66 +296,74 @@ def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
     return topologies.make_mesh(topology, (ranks,), (axis,))
 
 
+def compile_case(case: Any, capability: str) -> tuple[Any, str]:
+    """Compiles a case for a GPU.
+
+    Returns:
+      The compiled program, and what the compilers printed past `sys.stdout`.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    ranks = getattr(case, "ranks", 1)
+    if ranks > 1:
+        function, arguments = case.program(mesh=make_mesh(ranks, case.axis))
+    else:
+        function, arguments = case.program()
+        sharding = NamedSharding(make_mesh(1, "device", capability), PartitionSpec())
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+        )
+    was = os.dup(1)
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 1)
+        try:
+            with compiling_for(capability):
+                program = jax.jit(function, donate_argnums=getattr(case, "donated", ()))
+                compiled = program.lower(*arguments).compile()
+        finally:
+            os.dup2(was, 1)
+            os.close(was)
+        printed.seek(0)
+        return compiled, printed.read()
+
+
 def serve() -> None:
     """Compiles the cases that standard input names, for the GPU of the first argument.
 
     A JAX process compiles for one GPU only.
     """
-    answers = os.fdopen(os.dup(1), "w")  # compilers print to standard output, too
-    with _prepare(sys.argv[1]) as compile_case:
-        for line in sys.stdin:
-            try:
-                answer = compile_case(line.strip())
-            except Exception as error:  # the tests show it
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=answers, flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # imports may print to standard output, too
+    # JAX reads these when it is imported. Autotuning would run programs. No dump folder: the
+    # compiler would also write 100 MB of passes per kernel, in half of its time.
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
+    for line in sys.stdin:
+        try:
+            answer = _answer(line.strip(), sys.argv[1])
+        except Exception as error:  # the tests show it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
-@contextmanager
-def _prepare(capability: str) -> Iterator[Callable[[str], dict[str, Any]]]:
-    with tempfile.TemporaryFile("w+") as printed:
-        os.dup2(printed.fileno(), 1)
-        # JAX reads these when it is imported. Autotuning would run programs. No dump folder: the
-        # compiler would also write 100 MB of passes per kernel, in half of its time.
-        os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
-        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-        os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        def compile_case(name: str) -> dict[str, Any]:
-            kind, is_program, rest = name.partition("program ")
-            case = _find(rest if is_program and not kind else name, capability)
-            ranks = getattr(case, "ranks", 1)
-            if ranks > 1:
-                function, arguments = case.program(mesh=make_mesh(ranks, case.axis))
-            else:
-                function, arguments = case.program()
-                sharding = NamedSharding(make_mesh(1, "device", capability), PartitionSpec())
-                arguments = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-                )
-            printed.seek(0)
-            printed.truncate()
-            donated = getattr(case, "donated", ())
-            with compiling_for(capability):
-                compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-            if is_program:
-                text = compiled.as_text()
-                return {
-                    "writes": read_writes(text),
-                    "launches": read_launches(text),
-                    "questions": read_questions(text),
-                    "sends": read_sends(text),
-                    "overlaps": read_overlaps(text),
-                    "roundings": read_roundings(text),
-                    "products": read_products(text),
-                    "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-                }
-            printed.seek(0)
-            return read_kernels(printed.read())
-
-        yield compile_case
+def _answer(name: str, capability: str) -> dict[str, Any]:
+    case = _find(name.removeprefix("program "), capability)
+    compiled, printed = compile_case(case, capability)
+    if not name.startswith("program "):
+        return read_kernels(printed)
+    text = compiled.as_text()
+    return {
+        "writes": read_writes(text),
+        "launches": read_launches(text),
+        "questions": read_questions(text),
+        "sends": read_sends(text),
+        "overlaps": read_overlaps(text),
+        "roundings": read_roundings(text),
+        "products": read_products(text),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
 
 
 def _find(name: str, capability: str) -> Any:
