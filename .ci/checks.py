@@ -40,20 +40,14 @@ RECORD = ROOT / ".ci" / "checked.json"
 # Test modules whose kernels the emulator of tests/ptx also runs as compiled for Hopper.
 EMULATED = (
     "decode_matmul_kernel",
-    "attention_kernel",
-    "page_scores_kernel",
-    "ampere_selection",
-    "decode_kernel",
     "swiglu_quantize",
     "kernel_selection",
     "kernels",
     "key_codes_kernel",
-    "hopper_decode_matmul_kernel",
     "model_kernels",
     "prompt_selection_kernels",
     "token_selection_kernels",
     "token_writes",
-    "top_k_kernel",
 )
 
 _PACKAGE = "sketchwalk_jax"

@@ -21,15 +21,15 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hopper
+import sass
 
 _FOLDER = Path(__file__).resolve().parent
 _BENCHMARKS = _FOLDER.parent / "benchmarks"
-_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)")
 _THREADS, _REGISTERS, _RESERVED = 128, 65536, 1024
 
 
@@ -77,26 +77,10 @@ def loops(code: str, product: str = "HMMA") -> tuple[int, int]:
 
 def _read_code(code: str) -> tuple[list[str], dict[int, int]]:
     """Returns the names of all instructions, and each jump's target by its own index."""
-    lines: list[tuple[str, str]] = []  # name and operands
-    labels: dict[str, int] = {}
-    for text in code.splitlines():
-        label = re.match(r"\s*(\.L_x_\d+):", text)
-        found = _LINE.search(text)
-        if label is not None:
-            labels[label[1]] = len(lines)
-        elif found is not None:
-            lines.append((found[3], found[4]))
-    jumps = {}
-    for index, (name, operands) in enumerate(lines):
-        target = re.search(r"`\((\.L_x_\d+)\)", operands)
-        if name.startswith("BRA") and target is not None:
-            jumps[index] = labels[target[1]]
-    return [name for name, _ in lines], jumps
-
-
-def spills(facts: dict[str, Any]) -> int:
-    """Returns the bytes that are spilled to memory and loaded again."""
-    return facts["spill_store_bytes"] + facts["spill_load_bytes"]
+    lines, labels = sass.parse(code)
+    found = enumerate(map(sass.BRANCH.search, lines))
+    jumps = {index: labels[target[1]] for index, target in found if target}
+    return [sass.PREDICATE.sub("", line).partition(" ")[0] for line in lines], jumps
 
 
 def rows_of(capability: str) -> None:
@@ -119,55 +103,41 @@ def rows_of(capability: str) -> None:
     print(*map(json.dumps, rows), sep="\n", file=answers, flush=True)
 
 
-def _compile(case: Any, capability: str) -> str:
-    """Compiles a case and returns the output of the assembler."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
+def _kernels(case: Any, capability: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Compiles a case; yields the name and the code of each kernel, and its occupancy.
 
-    sharding = NamedSharding(hopper.make_mesh(1, "device", capability), PartitionSpec())
-    function, shapes = case.program()
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-    )
-    with tempfile.TemporaryFile("w+") as printed:
-        os.dup2(printed.fileno(), 1)
-        with hopper.compiling_for(capability):
-            jax.jit(function).lower(*shapes).compile()
-        printed.seek(0)
-        return printed.read()
+    The occupancy has registers, spills, thread blocks per multiprocessor and what limits them.
+    """
+    import ptx
 
-
-def _occupancy(said: str, shared: int, capability: str) -> dict[str, Any]:
-    """Returns registers, spills, thread blocks per multiprocessor, and their limiting resource."""
-    facts = hopper.read_assembler(said)
-    registers = -(-facts["registers"] // 8) * 8 * _THREADS
-    memory = hopper.SHARED_KIB[capability] * 1024
-    limits = {
-        "registers": _REGISTERS // registers,
-        "shared memory": memory // (shared + _RESERVED),
-    }
-    least = min(limits, key=limits.__getitem__)
-    return {
-        "registers": facts["registers"],
-        "spill_bytes": spills(facts),
-        "shared_bytes": shared,
-        "programs": limits[least],
-        "limit": least,
-    }
+    _, text = hopper.compile_case(case, capability)
+    for (said, code), (_, host) in zip(hopper.split_kernels(text), ptx.kernels(text), strict=True):
+        (name,) = set(re.findall(r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'", said))
+        facts, shared = hopper.read_assembler(said), ptx.read_launch(host, [0] * 10).shared_bytes
+        limits = {
+            "registers": _REGISTERS // (-(-facts["registers"] // 8) * 8 * _THREADS),
+            "shared memory": hopper.SHARED_KIB[capability] * 1024 // (shared + _RESERVED),
+        }
+        least = min(limits, key=limits.__getitem__)
+        yield (
+            name,
+            code,
+            {
+                "registers": facts["registers"],
+                "spill_bytes": facts["spill_store_bytes"] + facts["spill_load_bytes"],
+                "shared_bytes": shared,
+                "programs": limits[least],
+                "limit": least,
+            },
+        )
 
 
 def _attention_row(case: Any, capability: str) -> dict[str, Any]:
     """Returns the row of an attention kernel."""
-    import ptx
-    from attention_cases import GpuCase
-
     from sketchwalk_jax.pallas_kernels.attention import attention
 
-    text = _compile(GpuCase(case), capability)
     # If there is a second kernel, it combines parts.
-    (said, code), *others = hopper.split_kernels(text)
-    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
-    occupancy = _occupancy(said, shared, capability)
+    (_, code, occupancy), *others = _kernels(case, capability)
     if case.op == "prefill":
         rows = 64 if case.heads[0] == case.heads[1] else 128
         memory = hopper.SHARED_KIB[capability] * 1024
@@ -175,7 +145,7 @@ def _attention_row(case: Any, capability: str) -> dict[str, Any]:
         own = keys
     else:  # each warp has its own keys of a step
         keys, own = 64, 16
-        stages = shared // (2 * 2 * keys * case.head_dim)
+        stages = occupancy["shared_bytes"] // (2 * 2 * keys * case.head_dim)
     count, products = inner_loop(code)
     row = {
         "op": case.op,
@@ -191,37 +161,33 @@ def _attention_row(case: Any, capability: str) -> dict[str, Any]:
         "products": products * 64 // own,
     }
     if case.op == "decode":
-        combine = [hopper.read_assembler(said) for said, _ in others]
+        combine = others[0][2] if others else {}
         row |= {
             "kib_in_flight": row["programs"] * (stages - 1) * keys * case.head_dim // 256,
             "parts": "several" if combine else "one",
-            "combine_registers": combine[0]["registers"] if combine else None,
-            "combine_spill_bytes": spills(combine[0]) if combine else None,
+            "combine_registers": combine.get("registers"),
+            "combine_spill_bytes": combine.get("spill_bytes"),
         }
     return row
 
 
 def _linear_row(case: Any, capability: str) -> dict[str, Any]:
     """Returns the row of the decode matmul kernel."""
-    import ptx
-
-    text = _compile(case, capability)
-    ((said, code),) = hopper.split_kernels(text)
-    shared = ptx.read_launch(next(ptx.kernels(text))[1], [0] * 10).shared_bytes
+    ((_, code, occupancy),) = _kernels(case, capability)
     count, products = loops(code)  # 0 where the assembler has unrolled the loop
-    row = {
+    return {
         "op": "linear",
         "capability": capability,
         "rows": case.rows,
         "inputs": case.inputs,
         "columns": list(case.columns),
         "dtype": case.dtype,
-        **_occupancy(said, shared, capability),
+        **occupancy,
         "instructions": count or None,
         "products": products or None,
+        # A thread reads eight weights for each of four inputs of a group, four groups ahead.
+        "kib_in_flight": occupancy["programs"] * _THREADS * 4 * 4 * 16 // 1024,
     }
-    # A thread reads eight weights for each of four inputs of a group, four groups ahead.
-    return row | {"kib_in_flight": row["programs"] * _THREADS * 4 * 4 * 16 // 1024}
 
 
 # One pass through the loops of each kernel that selects for prompts, per warp.
@@ -237,13 +203,8 @@ _CYCLES = {"8.0": 8, "8.6": 16, "8.9": 16, "12.0": 16}
 
 def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
     """Returns the rows of the kernels that select for a prompt."""
-    import ptx
-
-    text = _compile(case, capability)
     rows = []
-    for (said, code), (_, host) in zip(hopper.split_kernels(text), ptx.kernels(text), strict=True):
-        (name,) = set(re.findall(r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'", said))
-        shared = ptx.read_launch(host, [0] * 10).shared_bytes
+    for name, code, occupancy in _kernels(case, capability):
         count, products = loops(code)  # 0 where the assembler has unrolled the loop
         cycles = _CYCLES.get(capability) if name == "max_logits_kernel" else None
         rows.append(
@@ -255,7 +216,7 @@ def _selection_rows(case: Any, capability: str) -> list[dict[str, Any]]:
                 "lists": "pages of 16",
                 "kernel": name,
                 "turn": _TURNS[name],
-                **_occupancy(said, shared, capability),
+                **occupancy,
                 "instructions": count or None,
                 "products": products or None,
                 "tensor_cycles": None if cycles is None else cycles * products,

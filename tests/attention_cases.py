@@ -6,6 +6,7 @@ Tests compute `CASES` in the interpreter, in the emulator and on a GPU, `LARGE_C
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -35,6 +36,7 @@ class AttentionKernelCase:
       list_blocks: Capacity `P` of the lists, by default the number of blocks.
       dtype: Type of queries, keys and values.
       return_lse: Whether the kernel returns the log-sum-exp.
+      is_hopper: Whether to use Hopper's kernel, or the one for GPUs from Ampere on.
     """
 
     op: str
@@ -49,6 +51,7 @@ class AttentionKernelCase:
     list_blocks: int | None = None
     dtype: str = "bfloat16"
     return_lse: bool = True
+    is_hopper: bool = False
 
     @property
     def row_tokens(self) -> int:
@@ -81,9 +84,26 @@ class AttentionKernelCase:
         parts += [f"rows{self.row_size}"] if self.row_size else []
         parts += [f"from{','.join(map(str, self.first_blocks))}"] if self.first_blocks else []
         parts += [f"room{self.room}"] if self.room else []
-        return "-".join(parts if self.return_lse else [*parts, "nolse"])
+        parts += [] if self.return_lse else ["nolse"]
+        return "-".join([*parts, "hopper"] if self.is_hopper else parts)
 
-    def program(self, kernel: Any, *, kernel_config: KernelConfig | None = None) -> Program:
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel for the operation and the GPU."""
+        from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
+        from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
+        from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
+            decode_attention_kernel,
+        )
+        from sketchwalk_jax.pallas_kernels.decode_attention.hopper import (
+            hopper_decode_attention_kernel,
+        )
+
+        if self.op == "prefill":
+            return hopper_attention_kernel if self.is_hopper else attention_kernel
+        return hopper_decode_attention_kernel if self.is_hopper else decode_attention_kernel
+
+    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Returns the kernel as a function of arrays only, and their shapes."""
         is_prefill = self.op == "prefill"
         batch, (num_heads, num_kv_heads) = len(self.lengths), self.heads
@@ -107,46 +127,10 @@ class AttentionKernelCase:
             arrays = (query, key, value, ids, counts)
             if is_prefill:
                 options |= {"first_block": first_block, "row_size": self.row_size}
-            out, lse = kernel(*arrays, **options)
+            out, lse = self.kernel(*arrays, **options)
             return (out,) if lse is None else (out, lse)
 
         return attend, tuple(arguments)
-
-
-@dataclasses.dataclass(frozen=True)
-class GpuCase:
-    """A case with the kernel for a kind of GPU.
-
-    Attributes:
-      case: The case.
-      is_hopper: Whether to use Hopper's kernel, or the one for other GPUs from Ampere on.
-    """
-
-    case: AttentionKernelCase
-    is_hopper: bool = False
-
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        return str(self.case)
-
-    def program(self) -> Program:
-        """Returns the kernel as a function of arrays only, and their shapes."""
-        from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
-        from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
-        from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
-            decode_attention_kernel,
-        )
-        from sketchwalk_jax.pallas_kernels.decode_attention.hopper import (
-            hopper_decode_attention_kernel,
-        )
-
-        kernels = {
-            ("prefill", True): hopper_attention_kernel,
-            ("prefill", False): attention_kernel,
-            ("decode", True): hopper_decode_attention_kernel,
-            ("decode", False): decode_attention_kernel,
-        }
-        return self.case.program(kernels[self.case.op, self.is_hopper])
 
 
 Prefill = functools.partial(AttentionKernelCase, op="prefill")
@@ -265,4 +249,7 @@ _SHAPES = {
         *_of_code("decode", 64, (32, 8))[:1],
     ],
 }
-COMPILED = {gpu: [GpuCase(x, gpu == "9.0") for x in shapes] for gpu, shapes in _SHAPES.items()}
+COMPILED = {
+    gpu: [dataclasses.replace(x, is_hopper=gpu == "9.0") for x in shapes]
+    for gpu, shapes in _SHAPES.items()
+}

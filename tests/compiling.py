@@ -4,41 +4,82 @@ Needs the interpreter of SKETCHWALK_HOPPER_PYTHON (see CONTRIBUTING.md), on any 
 """
 
 import atexit
+import json
 import os
+import subprocess
+import tempfile
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import hopper
 import pytest
 
-_running: dict[str, hopper.Compiler] = {}
+_running: dict[str, subprocess.Popen[str]] = {}  # one program, by the GPU it compiles for
+_log = tempfile.TemporaryFile("w+")
 
 
 def compile_for(gpu: str, name: str) -> dict[str, Any]:
-    """Compiles a case by name with `hopper.Compiler`; ends the compiler of another GPU first."""
+    """Compiles a case by name with `hopper.serve`, in another environment.
+
+    A case that crashes it does not affect the others; a case of another GPU ends it first.
+
+    Returns:
+      The kernels of the case, by name, or facts about the whole program.
+    """
     python = os.environ.get("SKETCHWALK_HOPPER_PYTHON")
     if python is None:
         pytest.skip("SKETCHWALK_HOPPER_PYTHON names no interpreter with JAX's CUDA plugin")
-    if gpu not in _running:
+    if gpu not in _running or _running[gpu].poll() is not None:
         close()
-        _running[gpu] = hopper.Compiler(python, capability=gpu)
-    return _running[gpu].compile(name)
+        _running[gpu] = _start(python, gpu)
+    program = _running[gpu]
+    assert program.stdin is not None and program.stdout is not None
+    print(name, file=program.stdin, flush=True)
+    answer = program.stdout.readline()
+    if not answer:
+        program.wait()
+        _log.seek(0)
+        raise RuntimeError(f"compiling {name} ended the compiler: {_log.read()[-4000:]}")
+    result = json.loads(answer)
+    if "error" in result:
+        raise RuntimeError(f"{name} does not compile: {result['error']}")
+    return result
+
+
+def _start(python: str, gpu: str) -> subprocess.Popen[str]:
+    folder = Path(__file__).resolve().parent
+    drop = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # a cached program prints nothing
+    environment = {name: value for name, value in os.environ.items() if name not in drop} | {
+        "JAX_PLATFORMS": "cpu",
+        "PATH": hopper.path_of_assemblers(Path(python).parents[1]),
+        "PYTHONPATH": os.pathsep.join(map(str, (folder.parent, folder))),
+    }
+    return subprocess.Popen(
+        [python, "-c", "import hopper; hopper.serve()", gpu],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=_log,
+        text=True,
+        env=environment,
+    )
 
 
 @atexit.register
 def close() -> None:
     """Ends the compiler."""
     while _running:
-        _running.popitem()[1].close()
+        _running.popitem()[1].communicate()
 
 
-def cases_of(compiled: Mapping[str, Collection[Any]], kept: Collection[tuple[str, str]]) -> Any:
+def cases_of(compiled: Mapping[str, Collection[Any]], kept: Collection[tuple[str, Any]]) -> Any:
     """Parametrizes a test by GPU and case; cases that are not kept get the marker `slow`."""
     every = {(gpu, str(case)): case for gpu, cases in compiled.items() for case in cases}
     assert len(every) == sum(map(len, compiled.values())), "two cases have the same name"
-    assert set(kept) <= set(every), f"no such cases: {set(kept) - set(every)}"
+    names = {(gpu, str(case)) for gpu, case in kept}
+    assert names <= set(every), f"no such cases: {names - set(every)}"
     rows = [
-        pytest.param(gpu, case, marks=() if (gpu, name) in kept else pytest.mark.slow)
+        pytest.param(gpu, case, marks=() if (gpu, name) in names else pytest.mark.slow)
         for (gpu, name), case in every.items()
     ]
     return pytest.mark.parametrize(("gpu", "case"), rows, ids=str)

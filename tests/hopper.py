@@ -1,7 +1,7 @@
 """Compiles kernels for GPUs on a machine without one, and reads the assembler's messages.
 
-The tests use `Compiler`. It starts `serve` in an environment with JAX's CUDA plugin, `ptxas` and
-`nvdisasm`. `serve` reads one case per line and answers with a line of JSON. A case is
+The tests call `compiling.compile_for`. It starts `serve` in an environment with JAX's CUDA plugin,
+`ptxas` and `nvdisasm`. `serve` reads one case per line and answers with a line of JSON. A case is
 `file.py:NAME`, by its name in the file or in the file's table `COMPILED`. The answer holds the
 assembler's messages about each kernel. With the word `program` before the case it describes the
 whole program: writes to memory, launches in loops, transfers between GPUs if the case is for
@@ -14,10 +14,9 @@ import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,95 +51,33 @@ gpu_device_info {
 }
 """
 _LEAST_WITH_KERNELS = 8.0
-_CAPABILITY = "major: 9 feature_extension: ACCELERATED_FEATURES"
-# Other GPUs by compute capability: their target, and its differences from an H200. Figures of 8.0
+_OWN = "feature_extension: ACCELERATED_FEATURES"
+# Other GPUs by compute capability: their target's differences from an H200's. Figures of 8.0
 # (A100, 40 GB), 8.6 (A6000), 10.0 (B200), 12.0 (RTX 6000 Pro) and the H200 are from XLA's
 # repository (`xla/backends/gpu/target_config/specs`), with two exceptions at 12.0: 100 KiB of
 # shared memory, not 128, and the GPU's own (`a`) instructions. XLA has no target for 8.9 and 7.5:
 # 8.9 has unchecked figures of an RTX 4090, 7.5 the figures of a T4's data sheet.
-_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "7.5": (
-        "major: 7 minor: 5",
-        {
-            "threads_per_core_limit": 1024,
-            "shared_memory_per_core": 64 * 1024,
-            "core_count": 40,
-            "fpus_per_core": 64,
-            "clock_rate_ghz": 1.59,
-            "memory_bandwidth": 320000000000,
-            "l2_cache_size": 4194304,
-            "device_memory_size": 15843721216,
-        },
-    ),
-    "8.0": (
-        "major: 8",
-        {
-            "threads_per_core_limit": 2048,
-            "shared_memory_per_core": 164 * 1024,
-            "core_count": 108,
-            "fpus_per_core": 64,
-            "clock_rate_ghz": 1.41,
-            "memory_bandwidth": 1555200000000,
-            "l2_cache_size": 41943040,
-            "device_memory_size": 42331013120,
-        },
-    ),
-    "8.6": (
-        "major: 8 minor: 6",
-        {
-            "threads_per_core_limit": 1536,
-            "shared_memory_per_core": 100 * 1024,
-            "core_count": 84,
-            "fpus_per_core": 128,
-            "clock_rate_ghz": 1.8,
-            "memory_bandwidth": 768096000000,
-            "l2_cache_size": 6291456,
-            "device_memory_size": 51041271808,
-        },
-    ),
-    "8.9": (
-        "major: 8 minor: 9",
-        {
-            "threads_per_core_limit": 1536,
-            "shared_memory_per_core": 100 * 1024,
-            "core_count": 128,
-            "fpus_per_core": 128,
-            "clock_rate_ghz": 2.52,
-            "memory_bandwidth": 1008000000000,
-            "l2_cache_size": 75497472,
-            "device_memory_size": 24000000000,
-        },
-    ),
-    "10.0": (
-        "major: 10 feature_extension: ACCELERATED_FEATURES",
-        {
-            "threads_per_core_limit": 2048,
-            "shared_memory_per_core": 228 * 1024,
-            "core_count": 148,
-            "fpus_per_core": 128,
-            "clock_rate_ghz": 1.965,
-            "memory_bandwidth": 7672320000000,
-            "l2_cache_size": 132644864,
-            "device_memory_size": 191514411008,
-        },
-    ),
-    "12.0": (
-        "major: 12 feature_extension: ACCELERATED_FEATURES",
-        {
-            "threads_per_core_limit": 1536,
-            "shared_memory_per_core": 100 * 1024,
-            "core_count": 188,
-            "fpus_per_core": 128,
-            "clock_rate_ghz": 2.6,
-            "memory_bandwidth": 1792000000000,
-            "l2_cache_size": 134217728,
-            "device_memory_size": 103079215104,
-        },
-    ),
+_FIGURES = (
+    "threads_per_core_limit",
+    "shared_memory_per_core",
+    "core_count",
+    "fpus_per_core",
+    "clock_rate_ghz",
+    "memory_bandwidth",
+    "l2_cache_size",
+    "device_memory_size",
+)
+_OTHERS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "7.5": ("minor: 5", (1024, 65536, 40, 64, 1.59, 320000000000, 4194304, 15843721216)),
+    "8.0": ("", (2048, 167936, 108, 64, 1.41, 1555200000000, 41943040, 42331013120)),
+    "8.6": ("minor: 6", (1536, 102400, 84, 128, 1.8, 768096000000, 6291456, 51041271808)),
+    "8.9": ("minor: 9", (1536, 102400, 128, 128, 2.52, 1008000000000, 75497472, 24000000000)),
+    "10.0": (_OWN, (2048, 233472, 148, 128, 1.965, 7672320000000, 132644864, 191514411008)),
+    "12.0": (_OWN, (1536, 102400, 188, 128, 2.6, 1792000000000, 134217728, 103079215104)),
 }
 SHARED_KIB = {"9.0": 228} | {
-    name: found["shared_memory_per_core"] // 1024
-    for name, (_, found) in _OTHERS.items()
+    name: int(figures[1]) // 1024
+    for name, (_, figures) in _OTHERS.items()
     if float(name) >= _LEAST_WITH_KERNELS
 }
 """Shared memory per multiprocessor in KiB, by compute capability, of GPUs with kernels."""
@@ -320,11 +257,12 @@ def target(capability: str) -> str:
     """Returns the target of a GPU by its compute capability; Hopper's is `TARGET`."""
     if capability == "9.0":
         return TARGET
-    name, facts = _OTHERS[capability]
-    found = TARGET.replace(_CAPABILITY, name)
+    more, figures = _OTHERS[capability]
+    facts = dict(zip(_FIGURES, figures, strict=True))
     # A thread block can use 1 KiB less than the multiprocessor has.
-    optin = facts["shared_memory_per_core"] - 1024
-    for key, value in (facts | {"shared_memory_per_block_optin": optin}).items():
+    facts["shared_memory_per_block_optin"] = facts["shared_memory_per_core"] - 1024
+    found = TARGET.replace(f"major: 9 {_OWN}", f"major: {int(float(capability))} {more}")
+    for key, value in facts.items():
         found = re.sub(rf"\b{key}: \S+", f"{key}: {value}", found)
     return found
 
@@ -358,55 +296,36 @@ def make_mesh(ranks: int, axis: str, capability: str = "9.0") -> Any:
     return topologies.make_mesh(topology, (ranks,), (axis,))
 
 
-class Compiler:
-    """Runs `serve` in another environment; a case that crashes it does not affect the others."""
+def compile_case(case: Any, capability: str) -> tuple[Any, str]:
+    """Compiles a case for a GPU.
 
-    def __init__(self, python: str, *folders: Path, capability: str = "9.0") -> None:
-        self._python, self._folders = python, folders  # folders: of modules that cases import
-        self._capability = capability
-        self._log = tempfile.TemporaryFile("w+")
-        self._program: subprocess.Popen[str] | None = None
+    Returns:
+      The compiled program, and what the compilers printed past `sys.stdout`.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    def compile(self, name: str) -> dict[str, Any]:
-        """Returns the kernels of one case, by name; fails with the last output of `serve`."""
-        if self._program is None or self._program.poll() is not None:
-            self._program = subprocess.Popen(
-                [self._python, "-c", "import hopper; hopper.serve()", self._capability],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env=self._environment(),
-            )
-        assert self._program.stdin is not None and self._program.stdout is not None
-        print(name, file=self._program.stdin, flush=True)
-        answer = self._program.stdout.readline()
-        if not answer:
-            self._program.wait()
-            self._log.seek(0)
-            raise RuntimeError(f"compiling {name} ended the compiler: {self._log.read()[-4000:]}")
-        result = json.loads(answer)
-        if "error" in result:
-            raise RuntimeError(f"{name} does not compile: {result['error']}")
-        return result
-
-    def close(self) -> None:
-        """Ends the program."""
-        if self._program is not None:
-            self._program.communicate()
-        self._log.close()
-
-    def _environment(self) -> dict[str, str]:
-        folder = Path(__file__).resolve().parent
-        search = [str(path) for path in (folder.parent, folder, *self._folders)]
-        programs = path_of_assemblers(Path(self._python).parents[1])
-        drop = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # a cached program prints nothing
-        kept = {name: value for name, value in os.environ.items() if name not in drop}
-        return kept | {
-            "JAX_PLATFORMS": "cpu",
-            "PATH": programs,
-            "PYTHONPATH": os.pathsep.join(search),
-        }
+    ranks = getattr(case, "ranks", 1)
+    if ranks > 1:
+        function, arguments = case.program(mesh=make_mesh(ranks, case.axis))
+    else:
+        function, arguments = case.program()
+        sharding = NamedSharding(make_mesh(1, "device", capability), PartitionSpec())
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+        )
+    was = os.dup(1)
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 1)
+        try:
+            with compiling_for(capability):
+                program = jax.jit(function, donate_argnums=getattr(case, "donated", ()))
+                compiled = program.lower(*arguments).compile()
+        finally:
+            os.dup2(was, 1)
+            os.close(was)
+        printed.seek(0)
+        return compiled, printed.read()
 
 
 def serve() -> None:
@@ -414,61 +333,37 @@ def serve() -> None:
 
     A JAX process compiles for one GPU only.
     """
-    answers = os.fdopen(os.dup(1), "w")  # compilers print to standard output, too
-    with _prepare(sys.argv[1]) as compile_case:
-        for line in sys.stdin:
-            try:
-                answer = compile_case(line.strip())
-            except Exception as error:  # the tests show it
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=answers, flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # imports may print to standard output, too
+    # JAX reads these when it is imported. Autotuning would run programs. No dump folder: the
+    # compiler would also write 100 MB of passes per kernel, in half of its time.
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
+    for line in sys.stdin:
+        try:
+            answer = _answer(line.strip(), sys.argv[1])
+        except Exception as error:  # the tests show it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
-@contextmanager
-def _prepare(capability: str) -> Iterator[Callable[[str], dict[str, Any]]]:
-    with tempfile.TemporaryFile("w+") as printed:
-        os.dup2(printed.fileno(), 1)
-        # JAX reads these when it is imported. Autotuning would run programs. No dump folder: the
-        # compiler would also write 100 MB of passes per kernel, in half of its time.
-        os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
-        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-        os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        def compile_case(name: str) -> dict[str, Any]:
-            kind, is_program, rest = name.partition("program ")
-            case = _find(rest if is_program and not kind else name, capability)
-            ranks = getattr(case, "ranks", 1)
-            if ranks > 1:
-                function, arguments = case.program(mesh=make_mesh(ranks, case.axis))
-            else:
-                function, arguments = case.program()
-                sharding = NamedSharding(make_mesh(1, "device", capability), PartitionSpec())
-                arguments = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-                )
-            printed.seek(0)
-            printed.truncate()
-            donated = getattr(case, "donated", ())
-            with compiling_for(capability):
-                compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-            if is_program:
-                text = compiled.as_text()
-                return {
-                    "writes": read_writes(text),
-                    "launches": read_launches(text),
-                    "questions": read_questions(text),
-                    "sends": read_sends(text),
-                    "overlaps": read_overlaps(text),
-                    "roundings": read_roundings(text),
-                    "products": read_products(text),
-                    "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-                }
-            printed.seek(0)
-            return read_kernels(printed.read())
-
-        yield compile_case
+def _answer(name: str, capability: str) -> dict[str, Any]:
+    case = _find(name.removeprefix("program "), capability)
+    compiled, printed = compile_case(case, capability)
+    if not name.startswith("program "):
+        return read_kernels(printed)
+    text = compiled.as_text()
+    return {
+        "writes": read_writes(text),
+        "launches": read_launches(text),
+        "questions": read_questions(text),
+        "sends": read_sends(text),
+        "overlaps": read_overlaps(text),
+        "roundings": read_roundings(text),
+        "products": read_products(text),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
 
 
 def _find(name: str, capability: str) -> Any:
@@ -479,4 +374,7 @@ def _find(name: str, capability: str) -> Any:
     return (found | {str(case): case for case in compiled})[name]
 
 
-_read_file = functools.cache(runpy.run_path)
+@functools.cache
+def _read_file(file: str) -> dict[str, Any]:
+    sys.path.append(str(Path(file).parent))  # it may import its neighbours
+    return runpy.run_path(file)

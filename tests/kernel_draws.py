@@ -1,15 +1,54 @@
-"""Draws inputs of attention kernels, computes expected results, and fills memory with NaN."""
+"""Runs kernels in memory full of NaN, and draws inputs and results of attention kernels.
 
-from collections.abc import Callable
+Kernels run in Pallas' interpreter, as compiled (`compiled_kernels`), or on a GPU.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
+import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import reference
 from attention_cases import AttentionKernelCase
 from cases import LAYER, NUM_LAYERS
+from variants import INTERPRET, RUNS_COMPILED
+
+from sketchwalk_jax import KernelConfig
+from sketchwalk_jax.pallas_kernels import dispatch
+
+KERNELS = KernelConfig(interpret=INTERPRET)
+ON_GPU = jax.default_backend() == "gpu" and not RUNS_COMPILED
+_HAS_HOPPER = jax.default_backend() == "cpu" or dispatch.is_hopper()
+_WHY = "the kernels need a GPU of compute capability 9.0, or the interpreter a CPU"
+needs_hopper = pytest.mark.skipif(not _HAS_HOPPER, reason=_WHY)
+
+# A process that compiled for Hopper first can compile for older GPUs, but not for Blackwell.
+_CAPABILITIES = itertools.cycle(x for x in hopper.SHARED_KIB if float(x) < 10)
+
+
+def skip_unless_hopper() -> None:
+    """Skips a test where Hopper's kernels cannot run."""
+    if not _HAS_HOPPER:
+        pytest.skip(_WHY)
+
+
+@contextlib.contextmanager
+def on_gpu(capability: str | None = None) -> Iterator[None]:
+    """Compiles for a GPU, by default for the next one in turn, where kernels run as compiled."""
+    if not RUNS_COMPILED:
+        yield
+        return
+    import compiled_kernels
+
+    with compiled_kernels.compiled_for(capability or next(_CAPABILITIES)):
+        yield
+
 
 # Values, besides the number of blocks, that kernels must ignore after a list's count.
 NONSENSE = (0, -1, 2**30)
@@ -164,23 +203,6 @@ def assert_reaches_those_who_see(
     found_out, clean_out = (np.asarray(x[0], np.float32) for x in (found, clean))
     assert np.isfinite(clean_out).all()
     assert not np.isfinite(found_out).all(-1)[must].any()
-
-
-def assert_spoilt_reaches_those_who_see(
-    run: Callable[[tuple[Any, ...]], tuple[Any, ...]],
-    case: AttentionKernelCase,
-    arguments: tuple[Any, ...],
-    mask: np.ndarray,
-    *,
-    seeds: int,
-) -> None:
-    """Spoils the arguments, for several seeds: only outputs that see the token may change."""
-    clean, num_reached = run(arguments), 0
-    for seed in range(seeds):
-        spoiled, sees, must = spoil(case, arguments, mask, seed)
-        assert_reaches_those_who_see(run(spoiled), clean, sees, must)
-        num_reached += must.sum()
-    assert num_reached > 0
 
 
 def real_tokens(case: AttentionKernelCase, row: int, first: int) -> int:

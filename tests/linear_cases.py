@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 from cases import NUM_LAYERS, Program
 
-from sketchwalk_jax import KernelConfig
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearKernelCase:
+class LinearCase:
     """A decode matmul: rows times one layer of stacked weights.
 
     Attributes:
@@ -29,18 +27,12 @@ class LinearKernelCase:
     has_norm: bool = False
     dtype: str = "bfloat16"
 
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        columns = "+".join(map(str, self.columns))
-        kind = " with a norm" if self.has_norm else ""
-        return f"linear in {self.dtype}, {self.rows}x{self.inputs} to {columns}{kind}"
-
     @property
     def is_wide(self) -> bool:
         """Whether weights have the type of the rows."""
         return self.dtype in ("bfloat16", "float16")
 
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+    def program(self) -> Program:
         """Returns the products as a function of arrays, and their shapes."""
         from sketchwalk_jax.pallas_kernels.decode_matmul.decode_matmul import decode_matmul_kernel
         from sketchwalk_jax.pallas_kernels.decode_matmul.hopper import hopper_decode_matmul_kernel
@@ -73,15 +65,11 @@ class LinearKernelCase:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedRowsCase:
+class SwigluCase:
     """The mlp's SwiGLU of products, quantized to eight bits by row."""
 
     rows: int
     columns: int
-
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        return f"float8 SwiGLU {self.rows}x{self.columns}"
 
     @property
     def threads(self) -> int:
@@ -90,26 +78,24 @@ class GatedRowsCase:
 
         return swiglu_quantize._WARPGROUPS * 128
 
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+    def program(self) -> Program:
         """Returns the quantized rows and their scales as a function of arrays, and their shapes."""
         from sketchwalk_jax.pallas_kernels.decode_matmul.swiglu_quantize import (
             swiglu_quantize_kernel,
         )
 
         products = jax.ShapeDtypeStruct((self.rows, self.columns), jnp.bfloat16)
-        of_rows, of_columns = (
-            jax.ShapeDtypeStruct((size,), jnp.float32) for size in products.shape
-        )
+        of_rows, of_columns = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in products.shape)
         return swiglu_quantize_kernel, (products, products, of_rows, of_columns, of_columns)
 
 
 # Shapes of the table of machine code for GPUs from Ampere on: few rows and the most; one and
 # several arrays; widths of a 0.5B, an 8B and a 70B model.
 CODE_SHAPES = (
-    LinearKernelCase(rows=1, inputs=4096, columns=(4096, 1024, 1024)),
-    LinearKernelCase(rows=1, inputs=14336, columns=(4096,)),
-    LinearKernelCase(rows=8, inputs=896, columns=(4864, 4864), dtype="float16"),
-    LinearKernelCase(rows=32, inputs=8192, columns=(28672, 28672)),
+    LinearCase(rows=1, inputs=4096, columns=(4096, 1024, 1024)),
+    LinearCase(rows=1, inputs=14336, columns=(4096,)),
+    LinearCase(rows=8, inputs=896, columns=(4864, 4864), dtype="float16"),
+    LinearCase(rows=32, inputs=8192, columns=(28672, 28672)),
 )
 # Cases by GPU. Hopper gets each eight-bit type with each way to multiply: up to eight rows are
 # multiplied as an operand split, and for a single row twice as many inputs fit.
@@ -117,7 +103,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
         *CODE_SHAPES,
         *(
-            LinearKernelCase(**shape, dtype=dtype)
+            LinearCase(**shape, dtype=dtype)
             for dtype in ("float8_e4m3fn", "int8")
             for shape in (
                 {"rows": 1, "inputs": 4096, "columns": (4096, 1024, 1024), "has_norm": True},
@@ -127,7 +113,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
             )
         ),
         *(
-            GatedRowsCase(rows=rows, columns=columns)
+            SwigluCase(rows=rows, columns=columns)
             for rows, columns in ((131072, 14336), (7, 64), (8192, 28672))
         ),
     ),

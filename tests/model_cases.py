@@ -1,4 +1,4 @@
-"""Whole models at real sizes, as programs that compile for GPUs without one: `hopper.Compiler`.
+"""Whole models at real sizes, as programs that `compiling` compiles for GPUs without one.
 
 Programs depend on the device; here a case says which GPU to assume.
 """

@@ -28,15 +28,9 @@ class PageScoresCase:
     blocks: int = 40
     batch: int = 1
 
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        what = "a token" if self.count is None else f"{self.count} queries"
-        what += f", {self.batch} sequences" if self.batch > 1 else ""
-        return f"scores {self.heads}/{self.kv_heads} of {self.head_dim}, {what}, {self.blocks}"
-
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+    def program(self) -> Program:
         """Returns a prompt's page scores, or a token's list and scores."""
-        policy, kernels, blocks = RecommendedConfig(), kernel_config or KernelConfig(), self.blocks
+        policy, kernels, blocks = RecommendedConfig(), KernelConfig(), self.blocks
         shape = LayerShape(self.heads, self.kv_heads, self.head_dim, jnp.bfloat16)
         make = functools.partial(policy.init_statistics, shape, batch=self.batch, num_blocks=blocks)
         codes = jax.eval_shape(make)
@@ -64,81 +58,30 @@ class PageScoresCase:
         return select if self.count is None else score, arguments
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PageLogitsCase:
-    """Page max logits and page scores from quantized keys, on Hopper.
-
-    Attributes:
-      per_row: Queries per query block and key/value head, from `queries_per_row`.
-      channels: Channels that enter the logits.
-      blocks: Number of key blocks.
-    """
-
-    per_row: int
-    channels: int
-    blocks: int = 64
-
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        return f"logits of {self.channels} channels, {self.per_row} queries, {self.blocks}"
-
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """Returns sums of powers of the pages' shares of attention."""
-        from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
-        from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
-            dequantize_kernel,
-        )
-
-        kv_heads, rows = 2, max(1, kernel.TILE // self.per_row)
-        interpret = kernel_config is not None and kernel_config.interpret
-        where: dict[str, Any] = {"interpret": interpret}
-
-        def score(query: Any, code: Any, step: Any, centre: Any, layer: Any, lengths: Any) -> Any:
-            key = dequantize_kernel(code, step, layer=layer, lengths=lengths, **where)
-            own = where | {"first_row": lengths // 64, "per_row": self.per_row}
-            peaks = kernel.hopper_max_logits_kernel(query, key, wanted=self.per_row, **own)
-            return kernel.hopper_page_scores_kernel(
-                *peaks, query, centre, scale=0.1, exponent=8, **own
-            )
-
-        size = (1, self.blocks)
-        shapes = [((1, kv_heads, rows * self.per_row, self.channels), jnp.bfloat16)]
-        shapes.append(((1, *size, kv_heads, 64, self.channels // 2), jnp.uint8))
-        shapes.append(((1, *size, kv_heads, self.channels), jnp.int8))
-        shapes.append(((*size, kv_heads, self.channels), jnp.bfloat16))
-        shapes += [((), jnp.int32), ((1,), jnp.int32)]
-        return score, tuple(jax.ShapeDtypeStruct(*one) for one in shapes)
-
-
-@dataclasses.dataclass(frozen=True)
-class WholePromptCase:
+class WholePrompt:
     """A prompt's whole selection by the default policy, in one layer of the 8B shape."""
 
-    blocks: int = 256
-
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+    @staticmethod
+    def program() -> Program:
         """Returns lists and page scores from queries and keys."""
-        policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
+        policy, blocks = RecommendedConfig(), 256
         shape = LayerShape(32, 8, 128, jnp.bfloat16)
 
         def select(query: Any, key: Any, lengths: Any) -> Any:
             valid = jnp.arange(query.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
             span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-            how: dict[str, Any] = {"span": span, "kernel_config": kernels}
-            codes = policy.init_statistics(shape, batch=1, num_blocks=self.blocks)
+            how: dict[str, Any] = {"span": span, "kernel_config": KernelConfig()}
+            codes = policy.init_statistics(shape, batch=1, num_blocks=blocks)
             codes = policy.observe(query, key, codes, **how)
-            walk = policy.init_walk(batch=1, num_rows=self.blocks, num_blocks=self.blocks)
+            walk = policy.init_walk(batch=1, num_rows=blocks, num_blocks=blocks)
             layer = jnp.zeros((), jnp.int32)
             return policy.select(query, key[None], codes, walk, layer=layer, **how)
 
         heads = (shape.num_heads, shape.num_kv_heads)
-        query, key = (
-            jax.ShapeDtypeStruct((1, 64 * self.blocks, n, 128), jnp.bfloat16) for n in heads
-        )
+        query, key = (jax.ShapeDtypeStruct((1, 64 * blocks, n, 128), jnp.bfloat16) for n in heads)
         return select, (query, key, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
-whole_prompt = WholePromptCase()
 Prompt = Token = functools.partial(PageScoresCase, heads=32, kv_heads=8, head_dim=128)
 # Shapes of prompts in the table of machine code for GPUs from Ampere on.
 CODE_SHAPES = (
@@ -154,8 +97,8 @@ COMPILED: dict[str, tuple[Any, ...]] = {
         Prompt(heads=2, kv_heads=2, head_dim=64, count=8),
         Prompt(head_dim=64, count=32),
         Prompt(heads=9, kv_heads=3, head_dim=64, count=8, blocks=45),
-        PageLogitsCase(per_row=16, channels=32),
-        PageLogitsCase(per_row=64, channels=32, blocks=2048),
+        Prompt(heads=2, kv_heads=1, head_dim=64, count=8),
+        Prompt(heads=8, kv_heads=1, head_dim=64, count=8, blocks=2048),
         Token(blocks=256),
         Token(heads=3, kv_heads=3, head_dim=64, blocks=1),
         Token(heads=28, kv_heads=4, blocks=512),

@@ -10,13 +10,13 @@ only sometimes.
 import re
 from collections.abc import Iterator
 
-_LINE = re.compile(r"\s/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(.*?)\s*;?\s*$")
+_LINE = re.compile(r"(?:^|\s)/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _PRODUCT = re.compile(r"[HIQ]GMMA\.(\S+) R\d+, R(\d+), gdesc")
 _END_OF_GROUP = re.compile(r"[HIQ]GMMA\..*, gsb0\b")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
-_BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
-_PREDICATE = re.compile(r"@!?U?P\w+\s+")
+BRANCH = re.compile(r"\bBRA\S* .*`\((\.L_x_\d+)\)")
+PREDICATE = re.compile(r"@!?U?P\w+\s+")
 # Instructions that read their first register and do not write it.
 _READERS = (
     "ST",
@@ -36,7 +36,7 @@ _LEFT_REGISTERS = 4  # 64 x 16 operand in 16 bits, or 64 x 32 in eight
 
 def hazards(text: str) -> list[str]:
     """Returns instructions that may write a register which a product in flight still reads."""
-    code, labels = _parse(text)
+    code, labels = parse(text)
     waits = [int(wait[1], 16) for wait in map(_WAIT.search, code) if wait]
     most = max(waits, default=0) + 1  # groups that need counting
     found: dict[str, None] = {}
@@ -51,12 +51,7 @@ def hazards(text: str) -> list[str]:
     return list(found)
 
 
-def num_register_products(text: str) -> int:
-    """Counts products whose left operand is in registers."""
-    return sum(_PRODUCT.search(instruction) is not None for instruction in _parse(text)[0])
-
-
-def _parse(text: str) -> tuple[list[str], dict[str, int]]:
+def parse(text: str) -> tuple[list[str], dict[str, int]]:
     """Returns the instructions, and the target of each label."""
     code: list[str] = []
     labels = {}
@@ -88,10 +83,10 @@ def _before_its_wait(
                 break
             yield place
             ended = min(most, ended + (_END_OF_GROUP.search(code[place]) is not None))
-            branch = _BRANCH.search(code[place])
+            branch = BRANCH.search(code[place])
             if branch:
                 starts.append((labels[branch[1]], ended))
-            always = not _PREDICATE.match(code[place]) and ".DIV" not in code[place]
+            always = not PREDICATE.match(code[place]) and ".DIV" not in code[place]
             if always and (branch or code[place].startswith("EXIT")):
                 break
             place += 1
@@ -99,7 +94,7 @@ def _before_its_wait(
 
 def _written(instruction: str) -> set[int]:
     """Returns the registers that an instruction writes: its first operand, or all of a group."""
-    name, _, operands = _PREDICATE.sub("", instruction, count=1).partition(" ")
+    name, _, operands = PREDICATE.sub("", instruction, count=1).partition(" ")
     target = re.match(r"R(\d+)", operands.strip())
     if not target or name.startswith(_READERS):
         return set()

@@ -1,9 +1,4 @@
-"""Shapes for kernels of top-k lists, and of the printed rule's sketch and walk.
-
-Tests compute `CASES` in the interpreter, in the emulator and on a GPU, `LARGE_CASES` only on a GPU.
-`COMPILED` are compiled for GPUs that the machine need not have. Sketch and walk have computing
-tests of their own.
-"""
+"""Shapes for kernels of top-k lists, and of the printed rule's sketch and walk, to compile."""
 
 import dataclasses
 import functools
@@ -11,66 +6,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from cases import Program
 
-from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.selection import block_budget
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectionKernelCase:
-    """Top-τ selection and compaction of given scores.
-
-    Attributes:
-      num_blocks: Key blocks `J`.
-      rows: Absolute block of the first row of each sequence.
-      num_rows: Number of rows `I`.
-      density: Share of causal blocks to keep.
-      forced: Numbers of forced sink and local blocks.
-      kind: Kind of scores: `"normal"`, `"tied"` (few values), `"equal"` (one), or `"wide"`
-        (float32's whole range, both zeros included).
-    """
+class TopKCase:
+    """Top-τ selection and compaction of given scores."""
 
     num_blocks: int
-    num_rows: int
-    rows: tuple[int, ...] = (0,)
-    density: float = 0.2
-    forced: tuple[int, int] = (1, 1)
-    kind: str = "normal"
+    num_rows: int = 1
+    batch: int = 1
+    density: float = 0.1
 
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        rows = ",".join(map(str, self.rows[:3]))
-        sinks, local = self.forced
-        return (
-            f"select-J{self.num_blocks}-rows{rows}+{self.num_rows}-d{self.density:g}"
-            f"-{sinks}+{local}-{self.kind}"
-        )
-
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
+    def program(self) -> Program:
         """Returns the kernel as a function of arrays only, and their shapes."""
         from sketchwalk_jax.pallas_kernels.top_k.select import select_blocks_kernel
 
-        sinks, local = self.forced
+        budget = block_budget(self.num_blocks, density=self.density, sink_blocks=1)
+        forced = {"sink_blocks": 1, "local_blocks": 1}
         select = functools.partial(
-            select_blocks_kernel,
-            sink_blocks=sinks,
-            local_blocks=local,
-            max_count=int(self.budget[-1]),
-            block_size=64,
-            interpret=kernel_config is not None and kernel_config.interpret,
+            select_blocks_kernel, **forced, max_count=int(budget[-1]), block_size=64
         )
-        shape = (len(self.rows), self.num_rows)
+        shape = (self.batch, self.num_rows)
         scores = jax.ShapeDtypeStruct((*shape, self.num_blocks), jnp.float32)
         return select, (scores, *(jax.ShapeDtypeStruct(shape, jnp.int32) for _ in range(2)))
-
-    @property
-    def budget(self) -> np.ndarray:
-        """Returns the number of blocks that each row keeps."""
-        sinks, local = self.forced
-        options = {"density": self.density, "sink_blocks": sinks, "local_blocks": local}
-        return block_budget(self.num_blocks, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,14 +44,6 @@ class BlockSumsCase:
     sketch_dim: int = 64
     block_size: int = 64
     dtype: str = "bfloat16"
-
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        heads = "x".join(map(str, self.heads))
-        return (
-            f"block_sums-{heads}-H{self.head_dim}-T{self.tokens}"
-            f"-R{self.sketch_dim}-block{self.block_size}-{self.dtype}"
-        )
 
     def program(self) -> Program:
         """Returns the kernel as a function of arrays only, and their shapes."""
@@ -116,10 +69,6 @@ class TokenSelectionCase:
     sketch_dim: int = 64
     power: int = 8
 
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        return f"select_token-J{self.num_blocks}-B{self.batch}-R{self.sketch_dim}-power{self.power}"
-
     def program(self) -> Program:
         """Returns the kernels as a function of arrays only, and their shapes."""
         from sketchwalk_jax.pallas_kernels.walk.select_decode import select_token_kernel
@@ -142,27 +91,13 @@ class TokenSelectionCase:
         )
 
 
-Select = SelectionKernelCase
-CASES = (
-    Select(num_blocks=5, num_rows=5),
-    Select(num_blocks=130, num_rows=3, rows=(0, 120), density=0.3, kind="tied"),
-    Select(num_blocks=128, num_rows=1, rows=(0, 1, 63, 127), forced=(2, 3)),
-    Select(num_blocks=200, num_rows=2, rows=(198,), density=1.0, kind="wide"),
-    Select(num_blocks=64, num_rows=4, rows=(60,), forced=(0, 1), kind="equal"),
-)
-LARGE_CASES = (
-    Select(num_blocks=2048, num_rows=100, rows=(0, 1948), density=0.1),
-    Select(num_blocks=2048, num_rows=1, rows=(2047,) * 3, density=0.1, kind="wide"),
-    Select(num_blocks=1000, num_rows=300, rows=(700, 3), kind="tied"),
-    Select(num_blocks=16384, num_rows=4, rows=(16380,), density=0.1),
-)
 # Cases by GPU. Only Hopper has kernels for the printed rule's sketch and walk.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
-        Select(num_blocks=5, num_rows=5),
-        Select(num_blocks=1000, num_rows=300, rows=(700, 3)),
-        Select(num_blocks=8192, num_rows=8192, density=0.1),
-        Select(num_blocks=16384, num_rows=1, density=0.1),
+        TopKCase(num_blocks=5, num_rows=5, density=0.2),
+        TopKCase(num_blocks=1000, num_rows=300, batch=2, density=0.2),
+        TopKCase(num_blocks=8192, num_rows=8192),
+        TopKCase(num_blocks=16384),
         BlockSumsCase(heads=(32, 8), head_dim=128, tokens=131072),
         BlockSumsCase(heads=(28, 4), head_dim=128, sketch_dim=128, dtype="float16"),
         BlockSumsCase(heads=(32, 8), head_dim=64, block_size=16),
@@ -173,8 +108,8 @@ COMPILED: dict[str, tuple[Any, ...]] = {
         TokenSelectionCase(num_blocks=16384),
     ),
     "8.0": (
-        Select(num_blocks=200, num_rows=2, rows=(198,), density=1.0),
-        Select(num_blocks=8192, num_rows=8192, density=0.1),
+        TopKCase(num_blocks=200, num_rows=2, density=1.0),
+        TopKCase(num_blocks=8192, num_rows=8192),
     ),
-    "12.0": (Select(num_blocks=16384, num_rows=1, density=0.1),),
+    "12.0": (TopKCase(num_blocks=16384),),
 }

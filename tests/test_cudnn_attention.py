@@ -1,4 +1,4 @@
-"""Dense attention through cuDNN: when it is chosen, its arguments and, on a GPU, its results.
+"""Dense attention through cuDNN: its arguments and, on a GPU, its results.
 
 On a machine with an NVIDIA GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_cudnn_attention.py`
 """
@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from tolerances import tolerance
 from variants import slow_unless
 
-from sketchwalk_jax import Dense, dense_attention, generate
+from sketchwalk_jax import dense_attention
 from sketchwalk_jax.attention import cudnn
 from sketchwalk_jax.pallas_kernels import dispatch
 
@@ -118,33 +117,6 @@ def test_gradients_by_cudnn_are_those_of_the_tiles(case):
         np.testing.assert_allclose(one, other, **tolerance("gradient", query.dtype))
 
 
-@on_gpu
-def test_generation_uses_cudnn_in_prefill_and_answers_alike():
-    tokens, lengths = tiny.prompts(100, 70)
-    params = tiny.params(jnp.bfloat16)
-    options = {
-        "model_config": tiny.MODEL,
-        "policy": Dense(block_size=16),
-        "max_new_tokens": 1,
-        "lengths": jnp.asarray(lengths),
-    }
-
-    def run(params, tokens, implementation):
-        out = generate(params, tokens, implementation=implementation, **options)
-        return out.cache.key, out.tokens
-
-    program = jax.jit(run, static_argnames="implementation")
-    assert "cudnn$fmha" in program.lower(params, tokens, implementation=None).as_text()
-    assert "cudnn$fmha" not in program.lower(params, tokens, implementation="xla").as_text()
-    keys, _ = program(params, tokens, implementation=None)
-    wanted, _ = program(params, tokens, implementation="xla")
-    for row, length in enumerate(lengths):
-        one, other = (np.asarray(x[:, row, :length], np.float32) for x in (keys, wanted))
-        # Deeper layers accumulate rounding: compare norms over whole layers.
-        distance = np.linalg.norm((one - other).reshape(len(one), -1), axis=1)
-        assert (distance < 0.03 * np.linalg.norm(other.reshape(len(one), -1), axis=1)).all()
-
-
 def stand_in(calls):
     """Stands in for cuDNN's attention, with NaN where cuDNN leaves results undefined."""
     xla = jax.nn.dot_product_attention
@@ -178,62 +150,3 @@ def test_padding_never_reaches_cudnn_nor_comes_back(case, monkeypatch):
     assert_equal_where_there_are_tokens(out, wanted, lengths, query.dtype)
     for row, length in enumerate(lengths.tolist()):
         assert not np.asarray(out[row, length:], np.float32).any()
-
-
-REASONS = {
-    "float32": ({"dtype": "float32"}, "bfloat16 and float16, not float32"),
-    "wide heads": ({"head_dim": 256}, "head_dim of at most 128"),
-    "crooked heads": ({"head_dim": 60}, "multiple of 8, not 60"),
-    "offset": ({"has_offset": True}, "query_offset must be None"),
-    "few keys": ({"num_keys": 63}, "a key for every query, not 63 for 64"),
-    "log-sum-exp": ({"return_lse": True}, "no float32 log-sum-exp"),
-    "no GPU": ({"is_gpu": False}, "an NVIDIA GPU of compute capability 8.0"),
-}
-
-
-@pytest.mark.parametrize("reason", [None, *REASONS])
-def test_choice_of_dense_attention(reason, monkeypatch):
-    change, words = REASONS[reason] if reason else ({}, None)
-    call = {"dtype": "bfloat16", "head_dim": 64, "has_offset": False, "num_keys": 64}
-    call |= {"return_lse": False, "is_gpu": True} | change
-    is_gpu = call.pop("is_gpu")
-    monkeypatch.setattr(dispatch, "_is_ampere_or_later", lambda: is_gpu)
-    query = jax.ShapeDtypeStruct((2, 64, 4, call.pop("head_dim")), call.pop("dtype"))
-    choose = functools.partial(dispatch.choose_dense_implementation, query=query, **call)
-    assert choose("xla") == "xla"
-    monkeypatch.setattr(dispatch, "kernels_here", lambda: None)  # our kernels could run instead
-    assert choose(None) == ("xla" if reason else "cudnn")
-    if reason is None:
-        assert choose("cudnn") == "cudnn"
-    else:
-        with pytest.raises(NotImplementedError, match=words):
-            choose("cudnn")
-    with pytest.raises(ValueError, match="implementation must be None or one of"):
-        choose("flash")
-
-
-@pytest.mark.parametrize(
-    ("backend", "capability", "expected"),
-    [
-        ("cpu", None, False),
-        ("gpu", "9.0", True),
-        ("gpu", "12.0", True),
-        ("gpu", "7.5", False),
-        ("gpu", "gfx942", False),
-        ("gpu", None, False),
-    ],
-)
-def test_only_nvidia_gpus_since_ampere_have_it(backend, capability, expected, monkeypatch):
-    device = type("Device", (), {"compute_capability": capability} if capability else {})()
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert dispatch._is_ampere_or_later() == expected
-
-
-@pytest.mark.unchecked
-def test_asking_for_cudnn_where_it_cannot_run_says_why():
-    query = jnp.zeros((1, 4, 2, 8), jnp.float32)
-    with pytest.raises(NotImplementedError, match="'cudnn' cannot run here: it .* 'xla' can"):
-        dense_attention(query, query, query, implementation="cudnn")
-    with pytest.raises(ValueError, match="implementation must be None or one of "):
-        dense_attention(query, query, query, implementation="flash")

@@ -1,12 +1,12 @@
 """The device decides which implementation of block-sparse attention runs."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny
 
@@ -16,31 +16,16 @@ from sketchwalk_jax import (
     SketchWalkConfig,
     block_sparse_attention,
     block_sparse_decode,
+    dense_attention,
     generate,
-    init_cache,
     load,
-    prefill,
     save,
 )
 from sketchwalk_jax.inference.cached_layer import LayerSettings
 from sketchwalk_jax.models.transformer import sums_of_rows
 from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.attention import attention
 from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
 from sketchwalk_jax.selection import full_selection
-
-REASONS = {
-    "no GPU": ({"is_hopper": False}, r"compute capability 8\.0 .* in prefill, not cpu"),
-    "no GPU for a token": (
-        {"is_hopper": False, "num_tokens": 1},
-        r"compute capability 8\.0 .* in decode, not cpu",
-    ),
-    "float32": ({"dtype": "float32"}, "bfloat16 and float16, not float32"),
-    "wide heads": ({"head_dim": 256}, "head_dim of at most 128"),
-    "crooked heads": ({"head_dim": 60}, "multiple of 8, not 60"),
-    "small blocks": ({"block_size": 16}, "block_size of 64 or 128 in prefill"),
-    "smaller blocks": ({"block_size": 8, "num_tokens": 1}, "of 16 or 64 or 128 in decode"),
-}
 
 
 @pytest.fixture
@@ -54,33 +39,48 @@ def on(monkeypatch):
     return fake
 
 
-@pytest.mark.parametrize("reason", [None, *REASONS])
-def test_choice_of_attention_over_lists(reason, monkeypatch):
-    change, words = REASONS[reason] if reason else ({}, None)
-    call = {"dtype": "bfloat16", "head_dim": 128, "block_size": 64, "num_tokens": 128}
-    call |= {"is_hopper": True} | change
-    is_hopper = call.pop("is_hopper")
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
-    query = jax.ShapeDtypeStruct((2, call["num_tokens"], 4, call["head_dim"]), call["dtype"])
-    size = call["block_size"]
-    assert choose_implementation("xla", query, block_size=size) == "xla"
-    expected = "xla" if reason else "mosaic_gpu"
-    assert choose_implementation(None, query, block_size=size) == expected
-    if reason is None:
-        assert choose_implementation("mosaic_gpu", query, block_size=size) == "mosaic_gpu"
+QUERY = {"dtype": "bfloat16", "head_dim": 128, "num_tokens": 128}
+LISTS = QUERY | {"implementation": "mosaic_gpu", "block_size": 64, "here": "9.0"}
+CUDNN = QUERY | {"implementation": "cudnn", "num_keys": 128, "has_offset": False, "here": "8.0"}
+REASONS = [
+    (LISTS, {}, None),
+    (LISTS, {"here": ""}, r"compute capability 8\.0 .* in prefill, not GPU"),
+    (LISTS, {"here": "", "num_tokens": 1}, r"compute capability 8\.0 .* in decode, not GPU"),
+    (LISTS, {"dtype": "float32"}, "bfloat16 and float16, not float32"),
+    (LISTS, {"head_dim": 256}, "head_dim of at most 128"),
+    (LISTS, {"head_dim": 60}, "multiple of 8, not 60"),
+    (LISTS, {"block_size": 16}, "block_size of 64 or 128 in prefill"),
+    (LISTS, {"block_size": 8, "num_tokens": 1}, "of 16 or 64 or 128 in decode"),
+    (CUDNN, {}, None),
+    (CUDNN, {"here": ""}, "an NVIDIA GPU of compute capability 8.0"),
+    (CUDNN, {"dtype": "float32"}, "bfloat16 and float16, not float32"),
+    (CUDNN, {"head_dim": 256}, "head_dim of at most 128"),
+    (CUDNN, {"head_dim": 60}, "multiple of 8, not 60"),
+    (CUDNN, {"has_offset": True}, "query_offset must be None"),
+    (CUDNN, {"num_keys": 127}, "a key for every query, not 127 for 128"),
+    (CUDNN, {"return_lse": True}, "no float32 log-sum-exp"),
+]
+
+
+@pytest.mark.parametrize(("usual", "change", "words"), REASONS, ids=str)
+def test_a_kernel_is_chosen_where_it_can_run(usual, change, words, on, monkeypatch):
+    call = usual | change
+    on(call.pop("here"))
+    size = (2, call.pop("num_tokens"), 4, call.pop("head_dim"))
+    query, name = jax.ShapeDtypeStruct(size, call.pop("dtype")), call.pop("implementation")
+    choose = choose_implementation if usual is LISTS else dispatch.choose_dense_implementation
+    choose = functools.partial(choose, query=query, **call)
+    assert choose("xla") == "xla"
+    if usual is CUDNN:
+        monkeypatch.setattr(dispatch, "kernels_here", lambda: None)  # they could run instead
+    assert choose(None) == ("xla" if words else name)
+    if words is None:
+        assert choose(name) == name
     else:
         with pytest.raises(NotImplementedError, match=words):
-            choose_implementation("mosaic_gpu", query, block_size=size)
+            choose(name)
     with pytest.raises(ValueError, match="implementation must be None or one of"):
-        choose_implementation("cudnn", query, block_size=size)
-
-
-def test_decode_of_small_heads_takes_the_kernel_only_when_asked_to(monkeypatch):
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    for head_dim, expected in ((32, "xla"), (64, "mosaic_gpu"), (96, "mosaic_gpu")):
-        query = jax.ShapeDtypeStruct((2, 1, 4, head_dim), jnp.bfloat16)
-        assert choose_implementation(None, query, block_size=64) == expected
-        assert choose_implementation("mosaic_gpu", query, block_size=64) == "mosaic_gpu"
+        choose("flash")
 
 
 def test_dense_attention_behind_a_cache_takes_full_lists(on):
@@ -132,6 +132,7 @@ def test_each_gpu_has_kernels_of_its_own(backend, capability, expected, monkeypa
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert dispatch.kernels_here() == expected
     assert dispatch.is_hopper() == (expected == "hopper")
+    assert dispatch._is_ampere_or_later() == (expected is not None)
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "9.0", "12.0"])
@@ -154,29 +155,34 @@ def test_what_runs_on_a_gpu_depends_on_its_capability(capability, on):
         found = dispatch.row_kernels(None, on_one_device=True, what=what)
         assert (found is not None) == has_kernel
         assert dispatch.row_kernels(None, on_one_device=False, what=what) is None
+        assert dispatch.row_kernels("xla", on_one_device=True, what=what) is None
     assert (dispatch.selection_kernels(None, what="float8 SwiGLU") is not None) == (
         capability == "9.0"
     )
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_only_hopper_decodes_heads_that_would_be_padded_elsewhere(head_dim, on):
-    token = jax.ShapeDtypeStruct((2, 1, 4, head_dim), jnp.bfloat16)
-    piece = jax.ShapeDtypeStruct((2, 64, 4, head_dim), jnp.bfloat16)
-    dense = {"num_keys": 128, "has_offset": True}
-    for capability in ("8.0", "9.0"):
-        on(capability)
-        is_taken = capability == "9.0" or head_dim != 96
-        expected = "mosaic_gpu" if is_taken else "xla"
-        assert choose_implementation(None, token, block_size=16) == expected
-        assert dispatch.choose_dense_implementation(None, token, **dense) == expected
-        assert dispatch.choose_dense_implementation(None, piece, **dense) == "mosaic_gpu"
-        if not is_taken:
-            words = "head_dim of 64 or 128 in decode on this GPU, not 96"
-            with pytest.raises(NotImplementedError, match=words):
-                choose_implementation("mosaic_gpu", token, block_size=16)
-            with pytest.raises(NotImplementedError, match=words):
-                dispatch.choose_dense_implementation("mosaic_gpu", token, **dense)
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+def test_only_hopper_decodes_heads_that_would_be_padded_elsewhere(capability, head_dim, on):
+    on(capability)
+    dense = functools.partial(dispatch.choose_dense_implementation, num_keys=128, has_offset=True)
+    token, piece = (jax.ShapeDtypeStruct((2, x, 4, head_dim), jnp.bfloat16) for x in (1, 64))
+    for choose in (functools.partial(choose_implementation, block_size=16), dense):
+        if capability == "9.0" or head_dim != 96:
+            assert choose(None, query=token) == choose("mosaic_gpu", query=token) == "mosaic_gpu"
+            continue
+        assert choose(None, query=token) == "xla"
+        words = "head_dim of 64 or 128 in decode on this GPU, not 96"
+        with pytest.raises(NotImplementedError, match=words):
+            choose("mosaic_gpu", query=token)
+    assert dense(None, query=piece) == "mosaic_gpu"
+
+
+def test_decode_of_small_heads_takes_the_kernel_only_when_asked_to(on):
+    on("9.0")
+    query = jax.ShapeDtypeStruct((2, 1, 4, 32), jnp.bfloat16)
+    assert choose_implementation(None, query, block_size=64) == "xla"
+    assert choose_implementation("mosaic_gpu", query, block_size=64) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
@@ -258,41 +264,6 @@ def test_a_shard_map_that_checks_what_varies_gets_kernels_that_can_be_traced_the
 
 
 @pytest.mark.slow
-@pytest.mark.interpreted
-def test_a_model_reads_a_prompt_in_pieces_by_the_kernel_from_ampere_on(on, monkeypatch):
-    calls = []
-
-    def watched(*arrays, **options):
-        calls.append(arrays[0].shape)
-        return kernel(*arrays, **options)
-
-    kernel = attention.attention_kernel
-    monkeypatch.setattr(attention, "attention_kernel", watched)
-    on("8.6")
-    model = dataclasses.replace(tiny.MODEL, num_layers=1)
-    params, (tokens, lengths) = tiny.params(jnp.bfloat16, model), tiny.prompts(150, 70)
-    policy = SketchWalkConfig.paper(density=0.5, dense_layers=0)
-    found = {}
-    for name in ("xla", "mosaic_gpu"):
-        cache = init_cache(model, policy, batch=2, max_tokens=192, dtype=jnp.bfloat16)
-        found[name], _ = prefill(
-            params,
-            tokens,
-            cache,
-            lengths=lengths,
-            model_config=model,
-            policy=policy,
-            chunk_size=64,
-            implementation=name,
-            kernel_config=KernelConfig(interpret=name != "xla"),
-        )
-        assert bool(calls) == (name != "xla")
-    assert {shape[1] for shape in calls} == {64}
-    wanted, logits = (np.asarray(x, np.float32) for x in found.values())
-    np.testing.assert_allclose(logits, wanted, atol=0.05 * np.abs(wanted).max())
-
-
-@pytest.mark.slow
 def test_a_checkpoint_in_float16_runs_from_load_to_generate_on_a_gpu_before_ampere(on, tmp_path):
     on("7.5")
     model = dataclasses.replace(tiny.MODEL, num_layers=1)
@@ -306,22 +277,20 @@ def test_a_checkpoint_in_float16_runs_from_load_to_generate_on_a_gpu_before_ampe
 
 
 @pytest.mark.unchecked
-def test_asking_for_the_kernels_where_they_cannot_run_says_why(monkeypatch):
+def test_asking_for_kernels_where_they_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
     x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
     selection = full_selection(jnp.zeros((1, 1), jnp.int32), 1)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run here: it .* 'xla' can"):
         block_sparse_attention(x, x, x, selection, implementation="mosaic_gpu")
+    x = jnp.zeros((1, 4, 2, 8), jnp.float32)
+    with pytest.raises(NotImplementedError, match="'cudnn' cannot run here: it .* 'xla' can"):
+        dense_attention(x, x, x, implementation="cudnn")
+    with pytest.raises(ValueError, match="implementation must be None or one of "):
+        dense_attention(x, x, x, implementation="flash")
 
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_interpret_is_true_or_false(value):
     with pytest.raises(ValueError, match="interpret must be True or False"):
         KernelConfig(interpret=value)
-
-
-def test_weights_that_may_be_spread_are_multiplied_by_xla(monkeypatch):
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    assert dispatch.row_kernels(None, on_one_device=True) is not None
-    assert dispatch.row_kernels(None, on_one_device=False) is None
-    assert dispatch.row_kernels("xla", on_one_device=True) is None

@@ -9,9 +9,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kernel_draws
 import numpy as np
 import pytest
 import tiny
+from kernel_draws import KERNELS, ON_GPU
 from pairwise import pairwise
 from tolerances import tolerance
 from variants import INTERPRET, slow_unless
@@ -44,7 +46,6 @@ CONFIGS = {
     "one hop of powers": SketchWalkConfig.paper(block_size=SIZE, density=0.4, beta=0.0),
     "relu": SketchWalkConfig.paper(block_size=SIZE, density=0.3, transition="relu_power"),
 }
-KERNELS = KernelConfig(interpret=INTERPRET)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kernel_config"))
@@ -157,6 +158,7 @@ NUMBERS = {
     "equal": lambda rng, shape: np.full(shape, -3.5),
     "neighbours": lambda rng, shape: 1 + rng.integers(0, 8, shape) * 2.0**-23,
     "extremes": lambda rng, shape: rng.choice(EXTREMES, shape),
+    "bits": lambda rng, shape: rng.integers(0, 2**32, shape, np.uint32).view(np.float32),
     "not finite": lambda rng, shape: rng.choice([np.nan, -np.nan, np.inf, -np.inf, -3, 2], shape),
     "NaN": lambda rng, shape: np.full(shape, np.nan),
 }
@@ -177,17 +179,18 @@ def list_programs(sinks, local, max_count):
     return jax.jit(kernel), jax.jit(functools.partial(select_blocks, **sizes))
 
 
-def compare_lists(scores, rows, counts, *, sinks=1, local=1):
+def compare_lists(scores, rows, counts, capfd, *, sinks=1, local=1):
     kernel, plain = list_programs(sinks, local, int(np.max(counts)))
     arrays = scores, np.int32(rows), np.int32(counts)
-    assert_same_lists(kernel(*arrays), plain(*arrays))
+    found = kernel_draws.run(kernel, arrays, capfd, times=2 if ON_GPU else 1)
+    assert_same_lists(found, plain(*arrays))
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "case", slow_unless(SMOKE.__eq__, pairwise([*NUMBERS], ROW_SIZES, BUDGETS)), ids=str
 )
-def test_lists_of_first_and_last_rows(case):
+def test_lists_of_first_and_last_rows(case, capfd):
     """One list is empty, and one row is beyond the cache."""
     kind, num_blocks, (density, sinks, local) = case
     last = num_blocks - 1
@@ -196,7 +199,7 @@ def test_lists_of_first_and_last_rows(case):
     counts = budget[np.minimum(rows, last)]
     counts[1, 1] = 0
     scores = draw(kind, np.random.default_rng(num_blocks), *rows.shape, num_blocks)
-    compare_lists(scores, rows, counts, sinks=sinks, local=local)
+    compare_lists(scores, rows, counts, capfd, sinks=sinks, local=local)
 
 
 @pytest.mark.interpreted
@@ -210,9 +213,9 @@ def test_lists_of_first_and_last_rows(case):
     ],
     ids=["every count", "all of the longest rows", "ties in the longest rows"],
 )
-def test_every_count_and_the_longest_rows(kind, rows, counts):
+def test_every_count_and_the_longest_rows(kind, rows, counts, capfd):
     scores = draw(kind, np.random.default_rng(0), 1, len(rows), max(rows) + 1)
-    compare_lists(scores, [rows], [counts])
+    compare_lists(scores, [rows], [counts], capfd)
 
 
 def test_keys_have_the_order_of_the_scores():
@@ -350,59 +353,46 @@ def test_arrays_that_do_not_fit_are_refused():
     refuse("must fill rows of 128", block_sums_kernel, *heads, valid=valid)
 
 
-@pytest.mark.parametrize("asked", [None, "xla", "mosaic_gpu"])
-@pytest.mark.parametrize(
-    ("is_hopper", "interpret", "answered"),  # callers that get kernels
-    [
-        (True, False, [None, "mosaic_gpu"]),
-        (False, False, []),
-        (False, True, ["mosaic_gpu"]),
-        (True, True, ["mosaic_gpu"]),
-    ],
-)
-def test_selection_follows_attention(is_hopper, interpret, answered, asked, monkeypatch):
+@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize("interpret", [True, False])
+def test_selection_follows_attention(is_hopper, interpret, monkeypatch):
     monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
-    kernel_config = KernelConfig(interpret=interpret)
-    found = dispatch.selection_kernels(asked, kernel_config)
-    assert found == (kernel_config if asked in answered else None)
+    config = KernelConfig(interpret=interpret)
+    found = [dispatch.selection_kernels(x, config) for x in (None, "xla", "mosaic_gpu")]
+    by_itself = config if is_hopper and not interpret else None
+    assert found == [by_itself, None, config if is_hopper or interpret else None]
 
 
-class Asked(SketchWalkConfig):
-    """Records the kernel settings that it receives."""
-
-    seen = []
-
-    def observe(self, *arrays, kernel_config=None, **options):
-        self.seen.append(kernel_config)
-        return super().observe(*arrays, **options)
-
-    def select(self, *arrays, kernel_config=None, **options):
-        self.seen.append(kernel_config)
-        return super().select(*arrays, **options)
-
-
-@pytest.mark.unchecked  # a stand-in configuration
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
     jax.clear_caches()  # only tracing calls the policy
-    asked, answer = [], KernelConfig(row_tile=3)
+    asked, seen, answer = [], [], KernelConfig(row_tile=3)
 
     def selection_kernels(*arguments, what="selection"):
         asked.append((*arguments, what))
         return answer
 
+    def watch(method):
+        def watched(*arrays, kernel_config=None, **options):
+            seen.append(kernel_config)
+            return method(*arrays, **options)
+
+        return watched
+
+    for name in ("observe", "select"):
+        method = getattr(SketchWalkConfig, name)
+        monkeypatch.setattr(SketchWalkConfig, name, watch(method))
     for module in ("layer", "cached_layer"):
         monkeypatch.setattr(
             f"sketchwalk_jax.inference.{module}.selection_kernels", selection_kernels
         )
-    config, sizes = Asked.paper(block_size=SIZE), KernelConfig(row_tile=2)
+    config, sizes = SketchWalkConfig.paper(block_size=SIZE), KernelConfig(row_tile=2)
     options = {"implementation": implementation, "kernel_config": sizes}
     x = jnp.ones((1, 32, 2, 16), jnp.float32)
-    Asked.seen = []
     attend = functools.partial(sketchwalk_attention, policy=config, **options)
     jax.eval_shape(attend, x, x, x, init_walk(1, 32, policy=config))
     options |= {"model_config": tiny.MODEL, "policy": config, "max_new_tokens": 1}
     run = functools.partial(generate, **options)
     jax.eval_shape(run, jax.eval_shape(tiny.params), jnp.asarray(tiny.prompts(20)[0]))
     assert set(asked) == {(implementation, sizes, "selection")}
-    assert len(Asked.seen) == 6 and set(Asked.seen) == {answer}
+    assert len(seen) == 6 and set(seen) == {answer}

@@ -1,22 +1,27 @@
-"""Hopper's kernels of attention against the equations: interpreted, as compiled, or on a GPU.
+"""The attention kernels against the equations: interpreted, as compiled, or on a GPU.
 
-These tests also call the public functions.
+Tests run Hopper's kernels and those for GPUs from Ampere on, which take GPUs in turn as compiled.
+Some tests call the public functions.
 
-On a machine with a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernels.py`
+On a machine with a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/test_kernels.py`
 """
 
+import contextlib
+import dataclasses
 import functools
 
 import attention_cases
 import cases
+import hopper
 import jax
 import jax.numpy as jnp
 import kernel_draws
 import numpy as np
 import pytest
 from attention_cases import AttentionKernelCase, Decode, Pages, Prefill
+from kernel_draws import KERNELS, ON_GPU
 from tolerances import TOLERANCES, tolerance
-from variants import INTERPRET, RUNS_COMPILED, slow_unless
+from variants import RUNS_COMPILED
 
 from sketchwalk_jax import (
     BlockSelection,
@@ -25,56 +30,62 @@ from sketchwalk_jax import (
     block_sparse_decode,
     dense_attention,
 )
-from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.attention import hopper as prefill_module
-from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
-from sketchwalk_jax.pallas_kernels.decode_attention import hopper as decode_module
-from sketchwalk_jax.pallas_kernels.decode_attention.hopper import hopper_decode_attention_kernel
+from sketchwalk_jax.pallas_kernels.attention import attention
+from sketchwalk_jax.pallas_kernels.attention import hopper as hopper_attention
+from sketchwalk_jax.pallas_kernels.config import DECODE_HEADS, num_multiprocessors
+from sketchwalk_jax.pallas_kernels.decode_attention import decode_attention
+from sketchwalk_jax.pallas_kernels.decode_attention import hopper as hopper_decode
 
-ON_GPU = dispatch.is_hopper() and not RUNS_COMPILED
-CONFIG = KernelConfig(interpret=True) if INTERPRET else None
-SEEDS, TIMES = ((0, 1, 2), 2) if ON_GPU else ((0,), 1)  # the interpreter is slow
-KERNELS = {"prefill": hopper_attention_kernel, "decode": hopper_decode_attention_kernel}
 CASES = attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
 KEPT = ("prefill-4x2-H64-T250", "decode-8x1-H128-T500")  # the interpreter's default cases
+SEEDS = (0, 1, 2) if ON_GPU else (0,)  # the interpreter is slow
 
 # Before JAX 0.12, the interpreter makes every thread wait for every barrier.
 CAN_INTERPRET_PREFILL = jax.__version_info__ >= (0, 12)
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(
-        jax.default_backend() != "cpu" and not ON_GPU,
-        reason="the kernels need a GPU of compute capability 9.0, or the interpreter a CPU",
-    ),
-]
+pytestmark = pytest.mark.interpreted
+
+
+def on_each_kernel(cases, kept=()):
+    """Parametrizes a test by case and kind of kernel; cases not kept get the marker `slow`."""
+    rows = []
+    for case in cases:
+        kinds = (True, False) if case.op == "prefill" or case.head_dim in DECODE_HEADS else (True,)
+        marks = () if kept and str(case).startswith(kept) else pytest.mark.slow
+        rows += [pytest.param(dataclasses.replace(case, is_hopper=x), marks=marks) for x in kinds]
+    return pytest.mark.parametrize("case", rows, ids=str)
 
 
 def skip_unless_it_runs(op):
+    """Skips a test of Hopper's kernels where they cannot run."""
+    kernel_draws.skip_unless_hopper()
     if op == "prefill" and not ON_GPU and not CAN_INTERPRET_PREFILL:
         pytest.skip("the interpreter of JAX before 0.12 cannot run the prefill kernel")
 
 
-@functools.cache
-def compiled(case):
-    function, shapes = case.program(KERNELS[case.op], kernel_config=CONFIG)
-    return jax.jit(function), shapes
+@pytest.fixture
+def attend(case, capfd):
+    """Returns a function that runs the case's kernel on arguments."""
+    if case.is_hopper:
+        skip_unless_it_runs(case.op)
+    function, shapes = case.program(kernel_config=KERNELS)
+    function = jax.jit(function)
 
+    def run(arguments):
+        assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, shapes)
+        # As compiled, each run executes warps in another order.
+        times = 2 if ON_GPU or (RUNS_COMPILED and not case.is_hopper) else 1
+        return kernel_draws.run(function, arguments, capfd, times=times)
 
-def run(case, arguments, capfd):
-    function, shapes = compiled(case)
-    assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, shapes)
-    return kernel_draws.run(function, arguments, capfd, times=TIMES)
+    with contextlib.nullcontext() if case.is_hopper else kernel_draws.on_gpu():
+        yield run
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "case", slow_unless(lambda case: str(case).startswith(KEPT), CASES), ids=str
-)
-def test_attention_equals_the_reference(case, seed, capfd):
-    skip_unless_it_runs(case.op)
+@on_each_kernel(CASES, KEPT)
+def test_attention_equals_the_reference(case, seed, attend):
     arguments, mask = kernel_draws.draw_attention(case, seed)
-    assert_attention(case, arguments, mask, run(case, arguments, capfd))
+    assert_attention(case, arguments, mask, attend(arguments))
 
 
 def assert_attention(case, arguments, mask, results):
@@ -99,11 +110,74 @@ def assert_attention(case, arguments, mask, results):
             )
 
 
+# Cases, and sizes that they run with: a module's functions that return them, or its constants.
+SIZES = [
+    # Each of few thread blocks takes tile after tile.
+    *(
+        (
+            Prefill(heads=(4, 2), lengths=(200, 70), head_dim=head_dim, is_hopper=True),
+            hopper_attention,
+            {"num_multiprocessors": programs},
+        )
+        for head_dim in (64, 128)
+        for programs in (1, 3)
+    ),
+    # Splits from 5 on halve the buffers; steps of 128 keys have two blocks.
+    *(
+        (Decode(heads=(4, 2), lengths=(500, 70), is_hopper=True), hopper_decode, sizes)
+        for sizes in (
+            {"num_splits": 1, "_STEP": 64},
+            {"num_splits": 2, "_STEP": 64},
+            {"num_splits": 5, "_STEP": 64},
+            {"num_splits": 2, "_STEP": 128},
+        )
+    ),
+    # Small and large steps; fewer and more steps in flight than a list may have.
+    *(
+        (form(heads=(4, 2), lengths=(200, 70), head_dim=64), attention, {"sizes": sizes})
+        for form in (Prefill, Pages)
+        for sizes in ((32, 1), (32, 3), (64, 1), (64, 3))
+    ),
+    # Few and many parts, combined in rounds; two and more stages in shared memory.
+    *(
+        (
+            Decode(heads=heads, lengths=(1300 if splits > 16 else 330, 70), head_dim=64),
+            decode_attention,
+            {"num_splits": splits, "sizes": (1, stages)},
+        )
+        for heads in ((4, 2), (12, 1))
+        for splits, stages in ((2, 4), (1, 2), (3, 5), (20, 3))
+    ),
+]
+
+
 @pytest.mark.slow
-def test_lists_name_any_of_a_rows_own_pages(capfd):
+@pytest.mark.parametrize(("case", "module", "sizes"), SIZES, ids=str)
+def test_sizes_change_nothing_beyond_rounding(case, module, sizes, attend, monkeypatch):
+    for name, value in sizes.items():
+        found = value if name == "_STEP" else lambda *_, value=value, **__: value
+        monkeypatch.setattr(module, name, found)
+    arguments, mask = kernel_draws.draw_attention(case, 0)
+    assert_attention(case, arguments, mask, attend(arguments))
+
+
+OWN_PAGES = Pages(heads=(16, 1), lengths=(180,), lists="head", head_dim=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        (dataclasses.replace(OWN_PAGES, is_hopper=True), None),
+        (OWN_PAGES, (64, 2)),
+        (OWN_PAGES, (32, 1)),
+    ],
+    ids=str,
+)
+def test_lists_name_any_of_a_rows_own_pages(case, sizes, attend, monkeypatch):
     """Each head lists another subset of its four own pages, after any number of earlier pages."""
-    skip_unless_it_runs("prefill")
-    case = Pages(heads=(16, 1), lengths=(180,), lists="head", head_dim=64)
+    if sizes is not None:
+        monkeypatch.setattr(attention, "sizes", lambda *_: sizes)
     (*floats, ids, counts, layer, lengths, first), mask = kernel_draws.draw_attention(case, 0)
     for head, row, place in np.ndindex(16, case.num_rows, 4):
         mask[0, head, row, 4 * row + place] = head >> place & 1
@@ -116,7 +190,7 @@ def test_lists_name_any_of_a_rows_own_pages(capfd):
     ids = jnp.asarray(np.pad(packed, padding, constant_values=2**30), jnp.int32)
     assert set(np.unique(counts % 8)) == set(range(8)) and counts.max() > 8
     arguments = (*floats, ids, jnp.asarray(counts, jnp.int32), layer, lengths, first)
-    found = run(case, arguments, capfd)
+    found = attend(arguments)
     assert_attention(case, arguments, mask, found)
     # Non-finite values reach only later queries of the heads that list their pages. One value is in
     # the first row, where some lists have less than four pages.
@@ -126,7 +200,7 @@ def test_lists_name_any_of_a_rows_own_pages(capfd):
         floats[2] = floats[2].at[place].set(jnp.nan)
         lists = mask[0, :, np.arange(192) // 64, position // 16]
         sees[0] |= lists & (np.arange(192) >= position)[:, None]
-    spoiled = run(case, (*floats, *arguments[3:]), capfd)
+    spoiled = attend((*floats, *arguments[3:]))
     must = sees & (np.arange(192) < 180)[:, None]
     kernel_draws.assert_reaches_those_who_see(spoiled, found, sees, must)
     # Before the last bad token, heads that list only the second one's page get NaN in feature 5.
@@ -136,19 +210,65 @@ def test_lists_name_any_of_a_rows_own_pages(capfd):
     np.testing.assert_array_equal(np.delete(one, 5, -1), np.delete(other, 5, -1))
 
 
-@pytest.mark.parametrize("row_size", [16, 32, 128])
-def test_rows_that_do_not_fit_lists_of_pages_are_refused(row_size):
-    case = Pages(heads=(2, 1), lengths=(128,), row_size=row_size)
-    function, shapes = case.program(hopper_attention_kernel)
-    with pytest.raises(ValueError, match="row_size must fit the kernel: it takes a"):
-        jax.eval_shape(function, *shapes)
+ANY_ORDER = Decode(heads=(4, 2), lengths=(500, 290), lists="head", head_dim=64)
 
 
-@pytest.mark.parametrize("changes", [{"block_size": 32}, {"head_dim": 136}], ids=str)
-def test_tokens_that_the_decode_kernel_cannot_take_are_refused(changes):
-    case = Decode(heads=(2, 1), lengths=(64,), **changes)
-    function, shapes = case.program(hopper_decode_attention_kernel)
-    with pytest.raises(ValueError, match="query and block_size must fit the kernel: it takes a"):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [
+        (dataclasses.replace(ANY_ORDER, block_size=block_size), splits)
+        for block_size, splits in ((16, 2), (16, 1), (128, 3))
+    ],
+    ids=str,
+)
+def test_lists_are_read_in_any_order_and_to_their_count(case, splits, attend, monkeypatch):
+    """The first head's list is empty; blocks that no list names hold NaN."""
+    monkeypatch.setattr(decode_attention, "num_splits", lambda *_, **__: splits)
+    (*floats, ids, _, layer, lengths, first), mask = kernel_draws.draw_attention(case, 1)
+    mask[:, 0], mask[..., 1] = False, False  # no head lists block 1
+    packed, counts = cases.pack_lists(mask)
+    unlisted = np.repeat(~mask.any((0, 1, 2)), case.block_size)[:, None, None]
+    floats[1:] = [jnp.where(unlisted, jnp.nan, x) for x in floats[1:]]
+    rng = np.random.default_rng(2)
+    ids = rng.choice(kernel_draws.NONSENSE, ids.shape)
+    for index in np.ndindex(counts.shape):
+        ids[index][: counts[index]] = rng.permutation(packed[index][: counts[index]])
+    integers = (jnp.asarray(x, jnp.int32) for x in (ids, counts))
+    arguments = (*floats, *integers, layer, lengths, first)
+    out, lse = attend(arguments)
+    assert_attention(case, arguments, mask, (out, lse))
+    assert not np.asarray(out[:, :, 0], np.float32).any()
+    assert (np.asarray(lse[:, :, 0]) == -np.inf).all()
+
+
+SHORT = {"heads": (2, 1), "lengths": (64,)}
+TOO_LONG = "query and block_size must fit the kernel: it takes a"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        *(
+            (
+                Pages(heads=(2, 1), lengths=(128,), row_size=x, is_hopper=True),
+                "row_size must fit the kernel: it takes a",
+            )
+            for x in (16, 32, 128)
+        ),
+        (Decode(**SHORT, block_size=32, is_hopper=True), TOO_LONG),
+        (Decode(**SHORT, head_dim=136, is_hopper=True), TOO_LONG),
+        (Decode(**SHORT, block_size=32), "must fit the kernel: it takes a block_size of 16 or"),
+        (
+            Decode(**SHORT, head_dim=96),
+            "must fit the kernel: it takes a head_dim of 64 or 128 in decode on this GPU, not 96",
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_cannot_take_is_refused_in_words(case, words):
+    function, shapes = case.program()
+    with pytest.raises(ValueError, match=words):
         jax.eval_shape(function, *shapes)
 
 
@@ -183,7 +303,7 @@ def test_public_functions_take_the_kernels(name):
         ids, counts = ids[:, :, :rows], counts[:, :, :rows]
     selection = BlockSelection(ids, counts, 64)
     call = functools.partial(function, selection=selection, **options)
-    ours = jax.jit(functools.partial(call, implementation="mosaic_gpu", kernel_config=CONFIG))
+    ours = jax.jit(functools.partial(call, implementation="mosaic_gpu", kernel_config=KERNELS))
     out, lse = ours(query, key, value)
     wanted, wanted_lse = jax.jit(functools.partial(call, implementation="xla"))(query, key, value)
     for row, length in enumerate(new):
@@ -193,34 +313,6 @@ def test_public_functions_take_the_kernels(name):
         np.testing.assert_allclose(
             lse[row, upto], wanted_lse[row, upto], **tolerance("lse", case.dtype)
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("programs", [1, 3])
-def test_each_of_few_programs_takes_tile_after_tile(programs, head_dim, capfd, monkeypatch):
-    skip_unless_it_runs("prefill")
-    monkeypatch.setattr(prefill_module, "num_multiprocessors", lambda: programs)
-    case = Prefill(heads=(4, 2), lengths=(200, 70), head_dim=head_dim)
-    assert_attention_of_a_new_program(case, capfd)
-
-
-# Splits from 5 on halve the buffers; steps of 128 keys have two blocks.
-@pytest.mark.slow
-@pytest.mark.parametrize(("splits", "step"), [(1, 64), (2, 64), (5, 64), (2, 128)])
-def test_sizes_of_decode_change_nothing_beyond_rounding(splits, step, capfd, monkeypatch):
-    monkeypatch.setattr(decode_module, "num_splits", lambda *_, **__: splits)
-    monkeypatch.setattr(decode_module, "_STEP", step)
-    case = Decode(heads=(4, 2), lengths=(500, 70))
-    assert_attention_of_a_new_program(case, capfd)
-
-
-def assert_attention_of_a_new_program(case, capfd):
-    function, _ = case.program(KERNELS[case.op], kernel_config=CONFIG)
-    arguments, mask = kernel_draws.draw_attention(case, 0)
-    kernel_draws.poison(jax.eval_shape(function, *arguments))
-    assert_attention(case, arguments, mask, jax.jit(function)(*arguments))
-    assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow
@@ -234,7 +326,7 @@ def test_dense_attention_behind_a_cache_is_that_of_xla(num_tokens, capfd):
     where = {"layer": 1, "query_offset": offset, "kv_lengths": lengths}
     attend = functools.partial(dense_attention, query, key, value, **where)
     wanted = attend(implementation="xla")
-    out = attend(implementation="mosaic_gpu", kernel_config=CONFIG)
+    out = attend(implementation="mosaic_gpu", kernel_config=KERNELS)
     # Queries after the last key are padding, except in decode.
     is_query = np.asarray(offset)[:, None] + np.arange(num_tokens) < np.asarray(lengths)[:, None]
     for row in range(3):
@@ -260,21 +352,24 @@ NOT_FINITE = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
-def test_what_is_not_finite_reaches_those_who_see_it_alone(case, capfd):
-    skip_unless_it_runs(case.op)
+@on_each_kernel(NOT_FINITE)
+def test_what_is_not_finite_reaches_those_who_see_it_alone(case, attend):
     arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 0))
-    kernel_draws.assert_spoilt_reaches_those_who_see(
-        functools.partial(run, case, capfd=capfd), case, arguments, mask, seeds=9 if ON_GPU else 2
-    )
+    clean, num_reached = attend(arguments), 0
+    for seed in range(9 if ON_GPU else 2):
+        spoiled, sees, must = kernel_draws.spoil(case, arguments, mask, seed)
+        kernel_draws.assert_reaches_those_who_see(attend(spoiled), clean, sees, must)
+        num_reached += must.sum()
+    assert num_reached > 0
 
 
-@pytest.mark.parametrize("op", KERNELS)
-def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op):
-    case = AttentionKernelCase(op=op, heads=(2, 1), lengths=(64,), head_dim=64)
-    function, _ = case.program(KERNELS[op], kernel_config=KernelConfig(interpret=True))
+@pytest.mark.parametrize(
+    ("op", "is_hopper"), [("prefill", True), ("decode", True), ("decode", False)]
+)
+def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op, is_hopper):
+    case = AttentionKernelCase(op=op, **SHORT, head_dim=64, is_hopper=is_hopper)
+    function, _ = case.program(kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 
     def total(query):
@@ -282,3 +377,44 @@ def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op):
 
     with pytest.raises(NotImplementedError, match="no derivative.*block_sparse_attention"):
         jax.eval_shape(jax.grad(total), query)
+
+
+# Sizes that fit several thread blocks in a multiprocessor.
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"),  # by rows per tile and head_dim
+    [
+        ("8.0", {(64, 64): (64, 2), (128, 64): (64, 2), (64, 128): (64, 2), (128, 128): (32, 2)}),
+        ("8.6", {(64, 64): (64, 2), (128, 64): (64, 2), (64, 128): (64, 1), (128, 128): (32, 1)}),
+    ],
+)
+def test_two_tiles_of_prefill_fit_in_a_multiprocessor(capability, wanted):
+    memory = hopper.SHARED_KIB[capability] * 1024
+    assert {tile: attention.sizes(*tile, memory) for tile in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"),  # for each head_dim
+    [("8.0", [(3, 3), (1, 5)]), ("8.6", [(2, 3), (1, 3)]), ("9.0", [(4, 3), (2, 3)])],
+)
+def test_steps_of_decode_fit_in_a_multiprocessor(capability, wanted):
+    memory = hopper.SHARED_KIB[capability] * 1024
+    assert [decode_attention.sizes(x, memory) for x in DECODE_HEADS] == wanted
+
+
+@pytest.mark.parametrize(
+    ("units", "list_blocks", "expected"), [(8, 205, 16), (64, 205, 2), (256, 52, 1), (1, 1, 1)]
+)
+def test_splits_fill_the_programs_of_a_gpu(units, list_blocks, expected):
+    split = functools.partial(decode_attention.num_splits, units, programs=132)
+    assert split(list_blocks, 64) == split(4 * list_blocks, 16) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),  # a CPU compiles ahead of time
+    [({"platform": "gpu", "core_count": 78}, 78), ({"platform": "cpu"}, 132)],
+)
+def test_programs_are_counted_for_the_default_device(facts, expected, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [type("Device", (), facts)])
+    assert num_multiprocessors() == expected

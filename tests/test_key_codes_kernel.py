@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_prompt_selection_kernels import KERNELS, SIZE
+from kernel_draws import KERNELS
+from test_prompt_selection_kernels import SIZE
 from variants import slow_unless
 
 from sketchwalk_jax import algorithm
@@ -97,6 +98,18 @@ def observe(policy, key, codes, span, *, kernel_config):
     return policy.observe(key, key, codes, span=span, kernel_config=kernel_config)
 
 
+def observe_with_and_without(policy, own, pair, span, *, key, ends):
+    """Adds keys to the codes of the kernel and of plain JAX, which must be the same."""
+    pair = [
+        observe(policy, jnp.asarray(own), codes, span, kernel_config=kernel_config)
+        for codes, kernel_config in zip(pair, (KERNELS, None), strict=True)
+    ]
+    for codes, maker in zip(pair, ("kernel", "plain JAX"), strict=True):
+        assert_codes_of_specification(codes, key, ends, maker)
+    assert_same_codes(*pair, ends)
+    return pair
+
+
 @pytest.mark.parametrize("kind", slow_unless("hostile".__eq__, ["random", "hostile"]))
 @pytest.mark.parametrize("case", slow_unless("one piece".__eq__, OBSERVED))
 def test_codes_are_those_of_plain_jax(case, kind):
@@ -104,46 +117,31 @@ def test_codes_are_those_of_plain_jax(case, kind):
     key = observed_keys(kv_heads, head_dim, dtype, kind)
     policy = SketchWalkConfig.recommended()
     shape = LayerShape(kv_heads, kv_heads, head_dim, jnp.dtype(dtype))
-    found = wanted = policy.init_statistics(shape, batch=3, num_blocks=4)
+    pair = [policy.init_statistics(shape, batch=3, num_blocks=4)] * 2
     starts = np.zeros(3, int)
     for ends in map(np.array, calls):
         ends = np.maximum(ends, starts)
         own, span = piece(key, starts, ends)
-        found, wanted = (
-            observe(policy, own, one, span, kernel_config=kernel_config)
-            for one, kernel_config in ((found, KERNELS), (wanted, None))
-        )
-        assert_codes_of_specification(wanted, key, ends, "plain JAX")
-        assert_codes_of_specification(found, key, ends, "kernel")
-        assert_same_codes(found, wanted, ends)
+        pair = observe_with_and_without(policy, own, pair, span, key=key, ends=ends)
         starts = ends
 
 
 @pytest.mark.parametrize("kind", slow_unless("hostile".__eq__, ["random", "hostile"]))
 @pytest.mark.parametrize("head_dim", slow_unless((64).__eq__, [64, 128]))
 def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
-    key, policy = (
-        observed_keys(2, head_dim, "bfloat16", kind),
-        SketchWalkConfig.recommended(),
-    )
-    shape = LayerShape(2, 2, head_dim, jnp.bfloat16)
-    found = policy.init_statistics(shape, batch=3, num_blocks=4)
+    key = observed_keys(2, head_dim, "bfloat16", kind)
+    policy, shape = SketchWalkConfig.recommended(), LayerShape(2, 2, head_dim, jnp.bfloat16)
+    codes = policy.init_statistics(shape, batch=3, num_blocks=4)
     starts = np.array([60, 2 * SIZE, 0])
     own, span = piece(key, np.zeros(3, int), starts)
-    found = wanted = observe(policy, own, found, span, kernel_config=None)
+    pair = [observe(policy, own, codes, span, kernel_config=None)] * 2
     for turn in range(6):
         active = np.array([True, True, turn % 2 == 0])
         own = key[np.arange(3), starts][:, None]
         own = np.where(active[:, None, None, None], own, np.asarray(np.nan, own.dtype))
         span = Span.of_tokens(jnp.asarray(starts, jnp.int32), SIZE, jnp.asarray(active))
-        found, wanted = (
-            observe(policy, jnp.asarray(own), one, span, kernel_config=kernel_config)
-            for one, kernel_config in ((found, KERNELS), (wanted, None))
-        )
         starts = starts + active
-        assert_codes_of_specification(wanted, key, starts, "plain JAX")
-        assert_codes_of_specification(found, key, starts, "kernel")
-        assert_same_codes(found, wanted, starts)
+        pair = observe_with_and_without(policy, own, pair, span, key=key, ends=starts)
 
 
 @pytest.mark.slow

@@ -3,21 +3,19 @@
 Interpreted, as compiled, or on a GPU. Each operation tests its kernel alone.
 """
 
-import contextlib
 import dataclasses
 
 import chex
 import jax
 import jax.numpy as jnp
+import kernel_draws
 import numpy as np
 import pytest
 import test_decode_matmul_kernel
 import tiny
-from test_kernels import CONFIG, ON_GPU
-from test_prompt_selection_kernels import KERNELS, SIZE
-from test_token_selection_kernels import PAGE, SCALE, draw_token, select_pages
+from kernel_draws import KERNELS, ON_GPU, needs_hopper
 from tolerances import tolerance
-from variants import INTERPRET, RUNS_COMPILED
+from variants import INTERPRET
 
 from sketchwalk_jax import Dense, SketchWalkConfig, generate, init_cache, sketchwalk_attention
 from sketchwalk_jax.inference.cached_layer import LayerSettings, Settings
@@ -25,34 +23,33 @@ from sketchwalk_jax.inference.steps import decode_step, prefill
 from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.models.params import init_params
 from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.decode_matmul import api
 from sketchwalk_jax.policies.quest import QuestConfig
 
 pytestmark = pytest.mark.interpreted
-needs_kernels = pytest.mark.skipif(
-    jax.default_backend() != "cpu" and not ON_GPU,
-    reason="the kernels need a GPU of compute capability 9.0, or the interpreter a CPU",
-)
 
 
-# Rounding cannot change these lists.
+# Policies whose lists rounding cannot change, and the kernel that reads the prompt, if sure.
 GENERATION = {
-    "everything": SketchWalkConfig.paper(density=1.0, dense_layers=1),
-    "everything by the default": SketchWalkConfig.recommended(density=1.0),
-    "all pages of each head": QuestConfig(density=1.0),
+    "everything": (SketchWalkConfig.paper(density=1.0, dense_layers=1), "hopper_attention_kernel"),
+    "everything by the default": (
+        SketchWalkConfig.recommended(density=1.0),
+        "hopper_attention_kernel",
+    ),
+    "all pages of each head": (QuestConfig(density=1.0), ""),
+    "dense": (Dense(), "cudnn$fmha"),
 }
 
 
 @pytest.mark.slow
-@needs_kernels
+@needs_hopper
 @pytest.mark.skipif(INTERPRET, reason="too much for the interpreter")
 @pytest.mark.parametrize("name", GENERATION)
 def test_generation_takes_the_kernels_and_answers_alike(name):
     """This covers stacked caches, layers in a scan, and tokens in a loop."""
-    tokens, lengths = tiny.prompts(150, 70)
+    (policy, kernel), (tokens, lengths) = GENERATION[name], tiny.prompts(150, 70)
     model = dataclasses.replace(tiny.MODEL, head_dim=64, num_layers=3)  # the smallest head_dim
     params = tiny.params(jnp.bfloat16, model)
-    options = {"policy": GENERATION[name], "max_new_tokens": 3, "lengths": jnp.asarray(lengths)}
+    options = {"policy": policy, "max_new_tokens": 3, "lengths": jnp.asarray(lengths)}
 
     def run(params, tokens, implementation):
         out = generate(params, tokens, model_config=model, implementation=implementation, **options)
@@ -60,10 +57,12 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
 
     program = jax.jit(run, static_argnames="implementation")
     if ON_GPU:
-        text = program.lower(params, tokens, implementation=None).as_text()
-        assert "hopper_decode_attention_kernel" in text
-        assert ("hopper_attention_kernel" in text) == ("prefill" in GENERATION[name].phases)
-        assert "mosaic_gpu" not in program.lower(params, tokens, implementation="xla").as_text()
+        text, plain = (
+            program.lower(params, tokens, implementation=one).as_text() for one in (None, "xla")
+        )
+        assert "hopper_decode_attention_kernel" in text and kernel in text
+        assert ("hopper_attention_kernel" in text) == (kernel == "hopper_attention_kernel")
+        assert "mosaic_gpu" not in plain and "cudnn$fmha" not in plain
     keys = program(params, tokens, implementation=None)
     wanted = program(params, tokens, implementation="xla")
     for row, length in enumerate(lengths):
@@ -74,14 +73,14 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
 
 
 @pytest.mark.slow
-@needs_kernels
+@needs_hopper
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["paper", "recommended"])
 def test_a_layer_before_a_bad_token_is_equal_in_earlier_blocks_and_finite(name):
     """Selection is block-causal: rows of the bad token's block may list other blocks."""
     rng, config = np.random.default_rng(3), getattr(SketchWalkConfig, name)(density=0.6)
     arrays = [rng.standard_normal((2, 190, heads, 64), np.float32) for heads in (2, 1, 1)]
-    options = {"policy": config, "implementation": "mosaic_gpu", "kernel_config": CONFIG}
+    options = {"policy": config, "implementation": "mosaic_gpu", "kernel_config": KERNELS}
 
     @jax.jit
     def call(*arrays):
@@ -105,11 +104,6 @@ def test_a_layer_before_a_bad_token_is_equal_in_earlier_blocks_and_finite(name):
 def test_a_model_decodes_with_all_kernels_as_without(gpu, is_tied):
     if gpu != "9.0" and INTERPRET:
         pytest.skip("interpreted, Hopper's kernels run")
-    where = contextlib.nullcontext()
-    if RUNS_COMPILED:
-        import compiled_kernels
-
-        where = compiled_kernels.compiled_for(gpu)
     model = dataclasses.replace(
         tiny.MODEL,
         num_layers=2,
@@ -127,8 +121,8 @@ def test_a_model_decodes_with_all_kernels_as_without(gpu, is_tied):
     tokens = jax.random.randint(jax.random.key(1), (2, 130), 0, 256)
     options = {"model_config": model, "policy": SketchWalkConfig.recommended(density=0.5)}
     found = []
-    with where:
-        for implementation, kernel_config in (("mosaic_gpu", CONFIG), ("xla", None)):
+    with kernel_draws.on_gpu(gpu):
+        for implementation, kernel_config in (("mosaic_gpu", KERNELS), ("xla", None)):
             cache = init_cache(*options.values(), batch=2, max_tokens=192)
             _, cache = prefill(params, tokens, cache, implementation="xla", **options)
             how = {"implementation": implementation, "kernel_config": kernel_config}
@@ -137,88 +131,7 @@ def test_a_model_decodes_with_all_kernels_as_without(gpu, is_tied):
     np.testing.assert_allclose(*found, **tolerance("logits", "bfloat16"))
 
 
-@pytest.mark.slow
-@needs_kernels
-def test_attention_reads_the_pages_that_are_listed():
-    from sketchwalk_jax.pallas_kernels.decode_attention.hopper import (
-        hopper_decode_attention_kernel,
-    )
-
-    shape = heads, kv_heads, head_dim, blocks = 4, 2, 64, 20
-    queries, codes, walk, lengths = draw_token(*shape, "random", second=17 * SIZE + 21)
-    lists, _ = select_pages(queries, codes, walk, lengths)
-    rng = np.random.default_rng(1)
-    size = (1, 4, blocks * SIZE, kv_heads, head_dim)
-    key, value = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for _ in range(2))
-    found, _ = hopper_decode_attention_kernel(
-        queries,
-        key,
-        value,
-        lists.ids,
-        lists.counts,
-        layer=jnp.zeros((), jnp.int32),
-        kv_lengths=lengths,
-        scale=SCALE,
-        block_size=lists.block_size,
-        kernel_config=KERNELS,
-    )
-    for index, length in enumerate(np.asarray(lengths)[:3]):
-        count = int(lists.counts[index, 0, 0])
-        pages = np.asarray(lists.ids)[index, 0, 0, :count]
-        tokens = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
-        tokens = tokens[tokens < length]
-        for head in range(heads):
-            own = head // (heads // kv_heads)
-            k, v = (np.asarray(x, np.float64)[0, index, tokens, own] for x in (key, value))
-            weights = SCALE * k @ np.asarray(queries, np.float64)[index, 0, head]
-            weights = np.exp(weights - weights.max())
-            wanted = weights @ v / weights.sum()
-            np.testing.assert_allclose(
-                np.asarray(found, np.float64)[index, 0, head],
-                wanted,
-                **tolerance("attention", jnp.bfloat16),
-            )
-
-
 NARROW = dataclasses.replace(tiny.MODEL, intermediate_size=64)
-
-
-def logits_of_prompt(implementation, kernel_config):
-    tokens, lengths = tiny.prompts(40, 33)
-    options = {"model_config": NARROW, "policy": Dense()}
-    cache = init_cache(**options, batch=len(tokens), max_tokens=64, dtype=jnp.bfloat16)
-    options |= {"implementation": implementation, "kernel_config": kernel_config}
-    return prefill(
-        quantize_params(tiny.params(jnp.bfloat16, NARROW), "float8"),
-        tokens,
-        cache,
-        lengths=lengths,
-        **options,
-    )[0]
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_a_prompt_is_read_with_the_gating_kernel_as_without(monkeypatch):
-    asked = []
-
-    def gate(*arrays, kernel_config):
-        asked.append(kernel_config)
-        return api.swiglu_quantize(*arrays, kernel_config=KERNELS)
-
-    monkeypatch.setattr("sketchwalk_jax.inference.cached_layer.swiglu_quantize", gate)
-    with_kernel = dispatch.row_kernels
-    monkeypatch.setattr(
-        "sketchwalk_jax.inference.cached_layer.row_kernels",
-        lambda *given, what, **options: (
-            KERNELS if what == "float8 SwiGLU" else with_kernel(*given, what=what, **options)
-        ),
-    )
-    found = logits_of_prompt("xla", None)
-    assert asked
-    monkeypatch.undo()
-    wanted = logits_of_prompt("xla", None)
-    np.testing.assert_allclose(found, wanted, atol=0.05 * float(np.std(wanted)))
 
 
 def test_the_gating_kernel_runs_where_rows_are_whole(monkeypatch):
@@ -236,7 +149,7 @@ def test_very_few_rows_are_summed_on_gpus_without_a_kernel_for_them(weights, mon
     monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere" if weights else None)
     monkeypatch.setattr(dispatch, "is_gpu", lambda: True)
     settings = LayerSettings(policy=Dense(), on_one_device=True)
-    x, kernels, scale = test_decode_matmul_kernel.draw(3, 128, (64, 128), "bfloat16")
+    x, kernels, scale, _ = test_decode_matmul_kernel.draw("bfloat16", 3, 128, (64, 128))
     params = {"layers": {"gate": {"kernel": kernels[0]}, "up": {"kernel": kernels[1]}}}
     layers = quantize_params(params, weights)["layers"] if weights else params["layers"]
     layers["norm"] = {"scale": scale}

@@ -3,12 +3,13 @@
 import page_score_cases
 import pytest
 from compiling import assert_compiled, cases_of, compile_for
+from page_score_cases import Prompt, Token
 
 KEPT = (  # on every change, prompts and tokens on Hopper and elsewhere
-    ("9.0", "scores 28/4 of 128, 32 queries, 45"),
-    ("9.0", "scores 64/8 of 128, a token, 4096"),
-    ("12.0", "scores 32/8 of 128, 8 queries, 256"),
-    ("12.0", "scores 32/8 of 128, a token, 256"),
+    ("9.0", Prompt(heads=28, kv_heads=4, count=32, blocks=45)),
+    ("9.0", Token(heads=64, blocks=4096)),
+    ("12.0", Prompt(count=8, blocks=256)),
+    ("12.0", Token(blocks=256)),
 )
 
 
@@ -21,6 +22,6 @@ def test_it_compiles(gpu, case):
 @pytest.mark.hopper
 def test_between_the_kernels_of_a_prompt_little_is_written():
     """No score per key: only twice the representatives, and small arrays."""
-    found = compile_for("8.0", f"program {page_score_cases.__file__}:whole_prompt")
+    found = compile_for("8.0", f"program {page_score_cases.__file__}:WholePrompt")
     written = [size for size, _ in found["writes"]]
     assert max(written) < 20e6 and sum(written) < 80e6

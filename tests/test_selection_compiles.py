@@ -3,11 +3,12 @@
 import pytest
 import selection_cases
 from compiling import assert_compiled, cases_of, compile_for
+from selection_cases import BlockSumsCase, TokenSelectionCase, TopKCase
 
 KEPT = (  # on every change, the largest case of each kernel
-    ("9.0", "select-J16384-rows0+1-d0.1-1+1-normal"),
-    ("9.0", "block_sums-28x4-H128-T16384-R128-block64-float16"),
-    ("9.0", "select_token-J16384-B1-R64-power8"),
+    ("9.0", TopKCase(num_blocks=16384)),
+    ("9.0", BlockSumsCase(heads=(28, 4), head_dim=128, sketch_dim=128, dtype="float16")),
+    ("9.0", TokenSelectionCase(num_blocks=16384)),
 )
 
 

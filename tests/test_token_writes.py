@@ -6,24 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import INTERPRET, slow_unless
+from kernel_draws import KERNELS, needs_hopper
+from variants import slow_unless
 
-from sketchwalk_jax import KernelConfig
 from sketchwalk_jax.inference.cache import write_layer
-from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.key_quantization import api
 from sketchwalk_jax.policies.base import LayerShape, Span, TokenWrite
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(
-        jax.default_backend() != "cpu" and not dispatch.is_hopper(),
-        reason="the kernels need a GPU of compute capability 9.0, or the interpreter a CPU",
-    ),
-]
+pytestmark = [pytest.mark.interpreted, needs_hopper]
 
-KERNELS = KernelConfig(interpret=INTERPRET)
 SIZE, BLOCKS, LAYERS = 64, 2, 3
 # A block's first token, the last that fits, one that does not fit, an ended sequence.
 POSITIONS, ACTIVE = (SIZE, BLOCKS * SIZE - 1, BLOCKS * SIZE, 5), (True, True, True, False)

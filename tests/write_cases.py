@@ -1,6 +1,7 @@
 """Shapes for writing new tokens, quantized keys and the cache, which tests compile."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,53 +15,66 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyCodesCase:
-    """Quantizes keys of a prompt, or of one token of each sequence (`rows` of 0)."""
+class WriteCase:
+    """Quantizes keys of a prompt or of a token of each sequence, and writes a token to the caches.
+
+    Attributes:
+      kv_heads: Key/value heads.
+      head_dim: Features per head.
+      rows: Blocks of the prompt, or 0 for a token.
+      batch: Number of sequences.
+      dtype: Type of keys and values.
+      has_codes: Whether keys are quantized.
+      has_cache: Whether the token is written to the caches.
+    """
 
     kv_heads: int
     head_dim: int
     rows: int = 0
     batch: int = 1
     dtype: str = "bfloat16"
+    has_codes: bool = True
+    has_cache: bool = False
 
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        what = f"{self.rows} rows" if self.rows else "a token"
-        return f"codes {self.kv_heads} of {self.head_dim}, {what}, {self.batch}, {self.dtype}"
-
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """Returns all layers' statistics, with the keys added to one layer."""
-        policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
+    def program(self) -> Program:
+        """Returns all layers' caches and quantized keys, with the new ones in one layer."""
+        policy = RecommendedConfig()
         shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
 
         def empty() -> Any:
             codes = policy.init_statistics(shape, batch=self.batch, num_blocks=self.rows + 5)
             return jax.tree.map(lambda x: jnp.stack([x] * NUM_LAYERS), codes)
 
-        def observe(key: Any, codes: Any, valid: Any, end: Any) -> Any:
-            layer = jnp.asarray(LAYER, jnp.int32)
+        def write(key: Any, keys: Any, values: Any, codes: Any, valid: Any, end: Any) -> Any:
+            layer, kernels = jnp.asarray(LAYER, jnp.int32), KernelConfig()
             span = Span(jnp.maximum(0, end // 64 - self.rows), valid, end, end)
-            found = policy.in_place.observe(
-                key, codes, layer=layer, span=span, kernel_config=kernels
-            )
+            span = span if self.rows else Span.of_tokens(end - 1, 64)
+            new = TokenWrite(key, keys, values, layer) if self.has_cache else None
+            observe = functools.partial(policy.in_place.observe, layer=layer, write=new)
+            if not self.has_codes:
+                observe = functools.partial(api.write_token, write=new)
+            given = (key, codes) if self.has_codes else (key,)
+            found = observe(*given, span=span, kernel_config=kernels)
             assert found is not None
-            return found[0]
+            return found if self.has_cache else found[0]
 
-        tokens = 64 * self.rows or 1
-        key = (self.batch, tokens, self.kv_heads, self.head_dim)
-        return observe, (
+        key = (self.batch, 64 * self.rows or 1, self.kv_heads, self.head_dim)
+        cache = jax.ShapeDtypeStruct((NUM_LAYERS, self.batch, 320, *key[2:]), self.dtype)
+        return write, (
             jax.ShapeDtypeStruct(key, self.dtype),
+            cache,
+            cache,
             jax.eval_shape(empty),
             jax.ShapeDtypeStruct(key[:2], jnp.bool_),
             jax.ShapeDtypeStruct(key[:1], jnp.int32),
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainCodesCase:
-    """Quantizes as `KeyCodesCase` does, in plain JAX."""
+class PlainCodes:
+    """Quantizes in plain JAX."""
 
-    def program(self) -> Program:
+    @staticmethod
+    def program() -> Program:
         """Returns quantized keys, zero points and scales of blocks."""
         from sketchwalk_jax.policies.block_codes import encode
 
@@ -68,68 +82,24 @@ class PlainCodesCase:
         return encode, (key, jax.ShapeDtypeStruct(key.shape[:3], jnp.bool_))
 
 
-plain_codes = PlainCodesCase()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenWriteCase:
-    """Writes one token of each sequence to the caches, with or without quantized keys."""
-
-    kv_heads: int
-    head_dim: int
-    batch: int = 1
-    dtype: str = "bfloat16"
-    has_codes: bool = False
-
-    def __str__(self) -> str:
-        """Returns the name of the case in test ids."""
-        what = "coded and written" if self.has_codes else "written"
-        return f"token {what}, {self.kv_heads} of {self.head_dim}, {self.batch}, {self.dtype}"
-
-    def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
-        """Returns all layers' caches and quantized keys, with the token in one layer."""
-        policy, kernels = RecommendedConfig(), kernel_config or KernelConfig()
-        shape = LayerShape(self.kv_heads, self.kv_heads, self.head_dim, jnp.dtype(self.dtype))
-
-        def empty() -> Any:
-            codes = policy.init_statistics(shape, batch=self.batch, num_blocks=5)
-            return jax.tree.map(lambda x: jnp.stack([x] * NUM_LAYERS), codes)
-
-        def write(key: Any, value: Any, keys: Any, values: Any, codes: Any, end: Any) -> Any:
-            layer, span = jnp.asarray(LAYER, jnp.int32), Span.of_tokens(end - 1, 64)
-            new = TokenWrite(value, keys, values, layer)
-            if self.has_codes:
-                found = policy.in_place.observe(
-                    key, codes, layer=layer, span=span, kernel_config=kernels, write=new
-                )
-            else:
-                found = api.write_token(key, new, span=span, kernel_config=kernels)
-            assert found is not None
-            return found
-
-        token = jax.ShapeDtypeStruct((self.batch, 1, self.kv_heads, self.head_dim), self.dtype)
-        size = (NUM_LAYERS, self.batch, 320, self.kv_heads, self.head_dim)
-        cache, end = (jax.ShapeDtypeStruct(size, self.dtype), (self.batch,))
-        codes = jax.eval_shape(empty)
-        return write, (token, token, cache, cache, codes, jax.ShapeDtypeStruct(end, jnp.int32))
-
-
+Coded = functools.partial(WriteCase, has_cache=True)
+Written = functools.partial(Coded, has_codes=False)
 # Cases by GPU.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
-        KeyCodesCase(kv_heads=8, head_dim=128, rows=256),
-        KeyCodesCase(kv_heads=3, head_dim=64, rows=1, batch=3),
-        KeyCodesCase(kv_heads=4, head_dim=128, rows=7, dtype="float16"),
-        KeyCodesCase(kv_heads=8, head_dim=128),
-        KeyCodesCase(kv_heads=3, head_dim=64, batch=32, dtype="float16"),
-        TokenWriteCase(kv_heads=3, head_dim=128, dtype="float32"),
-        TokenWriteCase(kv_heads=8, head_dim=128, has_codes=True),
-        TokenWriteCase(kv_heads=3, head_dim=64, batch=32, dtype="float16", has_codes=True),
+        WriteCase(kv_heads=8, head_dim=128, rows=256),
+        WriteCase(kv_heads=3, head_dim=64, rows=1, batch=3),
+        WriteCase(kv_heads=4, head_dim=128, rows=7, dtype="float16"),
+        WriteCase(kv_heads=8, head_dim=128),
+        WriteCase(kv_heads=3, head_dim=64, batch=32, dtype="float16"),
+        Written(kv_heads=3, head_dim=128, dtype="float32"),
+        Coded(kv_heads=8, head_dim=128),
+        Coded(kv_heads=3, head_dim=64, batch=32, dtype="float16"),
     ),
     "8.0": (
-        KeyCodesCase(kv_heads=4, head_dim=128, rows=7, dtype="float16"),
-        TokenWriteCase(kv_heads=2, head_dim=64, batch=64),
-        TokenWriteCase(kv_heads=8, head_dim=128, has_codes=True),
+        WriteCase(kv_heads=4, head_dim=128, rows=7, dtype="float16"),
+        Written(kv_heads=2, head_dim=64, batch=64),
+        Coded(kv_heads=8, head_dim=128),
     ),
-    "12.0": (KeyCodesCase(kv_heads=8, head_dim=128, rows=256),),
+    "12.0": (WriteCase(kv_heads=8, head_dim=128, rows=256),),
 }

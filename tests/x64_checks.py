@@ -89,12 +89,8 @@ def generate(policy: Any, params: Any, tokens: Any, lengths: Any) -> Any:
 
 def decode_kernel(*arrays: Any) -> Any:
     """Runs the decode kernel for a token, interpreted."""
-    from sketchwalk_jax.pallas_kernels.decode_attention.hopper import (
-        hopper_decode_attention_kernel,
-    )
-
-    case = attention_cases.Decode(heads=(4, 2), lengths=(65, 7), head_dim=64)
-    program, shapes = case.program(hopper_decode_attention_kernel, kernel_config=INTERPRETER)
+    case = attention_cases.Decode(heads=(4, 2), lengths=(65, 7), head_dim=64, is_hopper=True)
+    program, shapes = case.program(kernel_config=INTERPRETER)
     return jax.jit(program)(*(jnp.zeros(x.shape, x.dtype) for x in shapes))
 
 

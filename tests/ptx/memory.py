@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from ptx.machine import (
     PARAMETERS,
     TYPES,
     Barrier,
-    Block,
     Copy,
     Fault,
     Product,
@@ -98,33 +97,6 @@ def _write(warp: Warp, space: str, places: np.ndarray, values: np.ndarray) -> No
         block.unfenced[places] = warp.index + 1
     else:
         block.memory.write(places, values)
-
-
-@operation("atom", "red")
-def _do_atomic(warp: Warp, one: Instruction) -> None:
-    *target, place, source = one.operands
-    kind = one.name[-1]
-    dtype, block = TYPES[kind], warp.block
-    places = warp.address(place)
-    values = warp.lanes(source, kind)
-    space = _space(one, places[warp.active])
-    combine = {
-        "add": np.add,
-        "max": np.maximum,
-        "min": np.minimum,
-        "or": np.bitwise_or,
-        "and": np.bitwise_and,
-        "exch": lambda _, y: y,
-    }[next(x for x in one.name if x in ("add", "max", "min", "or", "and", "exch"))]
-    before = np.zeros(LANES, dtype)
-    for lane in np.flatnonzero(warp.active):
-        where = places[lane] + np.arange(dtype.itemsize)
-        held = block.shared[block.check(where)] if space == "shared" else block.memory.read(where)
-        before[lane] = np.ascontiguousarray(held).view(dtype)[0]
-        after = np.array([combine(before[lane], values[lane])], dtype).view(np.uint8)
-        _write(warp, space, where, after)
-    if target:
-        warp.put(target[0], before)
 
 
 @operation("ldmatrix", "stmatrix")
@@ -218,13 +190,8 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
         barrier.settle()
         if state != "_":
             warp.put(state, np.array(barrier.phase, np.uint64))
-    elif action == "expect_tx":
-        barrier = block.barriers[_place(warp, one.operands[0])]
-        barrier.bytes_missing += threads * warp.number(one.operands[1])
-    elif action in ("try_wait", "test_wait"):
+    elif action in ("try_wait", "test_wait") and one.name[2] == "parity":
         done, place, parity, *_ = one.operands
-        if "parity" not in one.name:
-            raise NotImplementedError(one.text)
         barrier = block.barriers[_place(warp, place)]
         wanted = set(warp.lanes(parity, "u32")[warp.active].tolist())
         if len(wanted) != 1:
@@ -234,8 +201,6 @@ def _do_mbarrier(warp: Warp, one: Instruction) -> None:
             warp.is_blocked = lambda: barrier.phase & 1 == own
             raise Waiting
         warp.put(done, np.array(True))
-    elif action == "inval":
-        del block.barriers[_place(warp, one.operands[0])]
     else:
         raise NotImplementedError(one.text)
 
@@ -280,8 +245,7 @@ def _do_copy(warp: Warp, one: Instruction) -> None:
     elif "prefetch" not in name:
         if int(warp.active.sum()) != 1:
             raise Fault("more than one thread copies")
-        copy = _copy_tensor if name[3] == "tensor" else _copy_bulk
-        copy(warp, one, int(np.flatnonzero(warp.active)[0]))
+        _start_copy(warp, one, int(np.flatnonzero(warp.active)[0]))
 
 
 def _copy_of_threads(warp: Warp, one: Instruction) -> None:
@@ -348,87 +312,52 @@ def _await_copies(warp: Warp, left: int, *, only_read: bool) -> None:
             del groups[: max(0, len(groups) - left)]
 
 
-def _copy_tensor(warp: Warp, one: Instruction, lane: int) -> None:
-    """Copies a box of an array."""
-    block = warp.block
-    is_load = one.name[5].startswith("shared")  # the target
-    source, target = (one.operands[1], one.operands[0]) if is_load else one.operands[::-1]
-    tensor = source if is_load else target
-    shared = target if is_load else source
-    pointer, coordinates = split(tensor.strip("[]"))
-    where = block.maps[int(warp.lanes(pointer, "u64")[lane])]
-    corner = [int(warp.lanes(x, "s32")[lane]) for x in split(coordinates.strip("{}"))][::-1]
-    places, is_there = where.places(corner)
+def _start_copy(warp: Warp, one: Instruction, lane: int) -> None:
+    """Starts to copy a box of an array, or adjacent bytes, from or to shared memory."""
+    block, is_tensor = warp.block, one.name[3] == "tensor"
+    is_load = one.name[5 if is_tensor else 3].startswith("shared")  # the target
+    target, source, *more = one.operands
+    shared, other = (target, source) if is_load else (source, target)
     start = int(warp.address(shared)[lane])
-    if start % 128:
-        raise Fault("a copy's place in shared memory is not aligned")
-    own = swizzled(start + np.arange(places.size), where.swizzle)
+    if is_tensor:
+        pointer, coordinates = split(other.strip("[]"))
+        where = block.maps[int(warp.lanes(pointer, "u64")[lane])]
+        corner = [int(warp.lanes(x, "s32")[lane]) for x in split(coordinates.strip("{}"))][::-1]
+        places, is_there = where.places(corner)
+        if start % 128:
+            raise Fault("a copy's place in shared memory is not aligned")
+        own = swizzled(start + np.arange(places.size), where.swizzle)
+    else:
+        first, size = int(warp.address(other)[lane]), int(warp.lanes(more.pop(0), "u32")[lane])
+        if size % 16 or first % 16 or start % 16:
+            raise Fault("a copy is of multiples of 16 bytes")
+        own, places = (x + np.arange(size) for x in (start, first))
+        is_there = np.ones(size, bool)
     block.check(own)
     if is_load:
-        barrier = block.barriers[int(warp.address(one.operands[2])[lane])]
-        _start_load(block, barrier, own, places, is_there)
-    else:
-        _start_store(warp, one, lane, own, places, is_there)
+        barrier = block.barriers[int(warp.address(more[0])[lane])]
+        block.shared[own] = GARBAGE
+        block.unfenced[own] = 0
 
+        def load() -> None:
+            values = np.zeros(places.size, np.uint8)  # as are bytes outside the array
+            values[is_there] = block.memory.read(places[is_there])
+            block.shared[own] = values
+            barrier.bytes_missing -= places.size
+            barrier.settle()
 
-def _copy_bulk(warp: Warp, one: Instruction, lane: int) -> None:
-    """Copies adjacent bytes."""
-    block = warp.block
-    is_load = one.name[3].startswith("shared")
-    target, source = (int(warp.address(x)[lane]) for x in one.operands[:2])
-    size = int(warp.lanes(one.operands[2], "u32")[lane])
-    if size % 16 or target % 16 or source % 16:
-        raise Fault("a copy is of multiples of 16 bytes")
-    inside = np.arange(size)
-    if is_load:
-        barrier = block.barriers[int(warp.address(one.operands[3])[lane])]
-        _start_load(block, barrier, block.check(target + inside), source + inside)
-    else:
-        _start_store(warp, one, lane, block.check(source + inside), target + inside)
-
-
-def _start_load(
-    block: Block,
-    barrier: Barrier,
-    own: np.ndarray,
-    places: np.ndarray,
-    is_there: np.ndarray | bool = True,
-) -> None:
-    """Starts to copy from global to shared memory; bytes outside the array become zeros."""
-    is_there = np.broadcast_to(is_there, places.shape)
-    block.shared[own] = GARBAGE
-    block.unfenced[own] = 0
-
-    def finish() -> None:
-        values = np.zeros(places.size, np.uint8)
-        values[is_there] = block.memory.read(places[is_there])
-        block.shared[own] = values
-        barrier.bytes_missing -= places.size
-        barrier.settle()
-
-    block.copies.append(Copy(finish))
-
-
-def _start_store(
-    warp: Warp,
-    one: Instruction,
-    lane: int,
-    own: np.ndarray,
-    places: np.ndarray,
-    is_there: np.ndarray | bool = True,
-) -> None:
-    """Starts to copy from shared to global memory."""
-    block, is_there = warp.block, np.broadcast_to(is_there, places.shape)
+        block.copies.append(Copy(load))
+        return
     values = block.read_shared(own).copy()
 
     def read() -> None:
         if (block.shared[own] != values).any():
             raise Fault(f"what a copy reads has been overwritten ({one.text})")
 
-    def write() -> None:
+    def store() -> None:
         block.memory.write(places[is_there], values[is_there])
 
-    copy = Copy(write, read)
+    copy = Copy(store, read)
     block.copies.append(copy)
     warp.bulk_open[lane].append(copy)
 
@@ -508,13 +437,14 @@ def _start_product(warp: Warp, one: Instruction) -> None:
         else:
             first = as_matrix(read[1][1], left_kind)
         sign = signs[0] * signs[1]
-        before = _sums(warp, names, to, columns) if goes_on.all() else None
+        before = _sums(warp.values.__getitem__, names, to, columns) if goes_on.all() else None
         if (left_kind, to) == ("e4m3", "f32"):
             found = _sum_in_few_bits(sign * first[:, None] * second[None], before)
         else:
             found = sign * (first.astype(second.dtype) @ second.T)
             found = found if before is None else found + before
-        _put_sums(warp, names, to, found if is_whole else found.astype(np.float32))
+        found = found if is_whole else found.astype(np.float32)
+        _put_sums(warp.values.__setitem__, names, to, found)
 
     for name in names:
         warp.flying[name] = warp.flying.get(name, 0) + 1
@@ -542,28 +472,16 @@ def _do_mma(warp: Warp, one: Instruction) -> None:
     depth = int(re.search(r"m16n8k(\d+)", one.text)[1])
     to, left_kind, right_kind, _ = one.name[-4:]
     target, left, right, start = (split(x.strip("{}")) for x in one.operands)
-    held = [[warp.lanes(x, "b32") for x in y] for y in (left, right)]
-    first = _from_registers(held[0], TYPES[left_kind], depth)
-    per = 4 // TYPES[right_kind].itemsize
-    second = np.zeros((8, depth), np.float32)
-    for index, register in enumerate(held[1]):
-        entries = np.ascontiguousarray(register).view(TYPES[right_kind]).reshape(LANES, per)
-        for part in range(per):
-            column = per * (LANE % 4) + 4 * per * index + part
-            second[LANE // 4, column] = entries[:, part].astype(np.float32)
-    product = first @ second.T
-    places = [_sum_places(index) for index in range(2)]
-    products = [product[row, column + part] for row, column in places for part in range(2)]
-    if to == "f32":
-        sums = [warp.lanes(x, "f32") for x in start]
-        for name, one_product, one_sum in zip(target, products, sums, strict=True):
-            warp.put(name, (one_product + one_sum).astype(np.float32))
-        return
-    for index, name in enumerate(target):  # two columns per register
-        pair = np.stack(products[2 * index : 2 * index + 2], axis=-1)
-        held = np.ascontiguousarray(warp.lanes(start[index], "b32"))
-        pair = pair + held.view(TYPES[to]).reshape(LANES, 2).astype(np.float32)
-        warp.put(name, np.ascontiguousarray(pair.astype(TYPES[to])).view(np.uint32).reshape(LANES))
+
+    def read(name: str) -> np.ndarray:
+        return warp.lanes(name, "b32")
+
+    first = _from_registers([read(x) for x in left], TYPES[left_kind], depth)
+    # The columns lie as the first eight rows of a left operand, which has every other register.
+    twice = [read(x) for x in right for _ in range(2)]
+    second = _from_registers(twice, TYPES[right_kind], depth)[:8]
+    sums = first @ second.T + _sums(read, start, to, 8)
+    _put_sums(warp.put, target, to, sums.astype(np.float32))
 
 
 def _operand(
@@ -623,29 +541,30 @@ def _sum_places(index: int) -> tuple[np.ndarray, np.ndarray]:
     return LANE // 4 + 8 * (index % 2), 8 * (index // 2) + 2 * (LANE % 4)
 
 
-def _sums(warp: Warp, names: Sequence[str], kind: str, columns: int) -> np.ndarray:
-    wide = np.float32 if kind == "f16" else TYPES[kind]
-    found = np.zeros((16, columns), wide)
+def _sums(
+    read: Callable[[str], np.ndarray], names: Sequence[str], kind: str, columns: int
+) -> np.ndarray:
+    """Assembles the 16 rows of a warp's sums: two columns per register of 16 bits, else one."""
+    found = np.zeros((16, columns), np.float32 if kind == "f16" else TYPES[kind])
     for index in range(columns // 4):
         row, column = _sum_places(index)
-        if kind in ("f32", "s32"):
-            pair = [warp.values[x].view(wide) for x in names[2 * index : 2 * index + 2]]
+        if kind == "f16":
+            pair = np.ascontiguousarray(read(names[index])).view(np.float16).reshape(LANES, 2).T
         else:
-            both = np.ascontiguousarray(warp.values[names[index]]).view(np.float16)
-            pair = list(both.reshape(LANES, 2).T)
+            pair = [read(x).view(found.dtype) for x in names[2 * index : 2 * index + 2]]
         found[row, column], found[row, column + 1] = pair
     return found
 
 
-def _put_sums(warp: Warp, names: Sequence[str], kind: str, found: np.ndarray) -> None:
+def _put_sums(
+    write: Callable[[str, np.ndarray], None], names: Sequence[str], kind: str, found: np.ndarray
+) -> None:
     for index in range(found.shape[1] // 4):
         row, column = _sum_places(index)
         pair = found[row, column], found[row, column + 1]
-        if kind in ("f32", "s32"):
-            for name, value in zip(names[2 * index : 2 * index + 2], pair, strict=True):
-                warp.values[name] = np.ascontiguousarray(value).view(np.uint32)
-        elif kind == "f16":
+        if kind == "f16":
             both = np.stack(pair, axis=-1).astype(np.float16)
-            warp.values[names[index]] = np.ascontiguousarray(both).view(np.uint32).reshape(LANES)
-        else:
-            raise NotImplementedError(kind)
+            write(names[index], np.ascontiguousarray(both).view(np.uint32).reshape(LANES))
+            continue
+        for name, value in zip(names[2 * index : 2 * index + 2], pair, strict=True):
+            write(name, np.ascontiguousarray(value).view(np.uint32))

@@ -311,6 +311,7 @@ class Program:
 
 # An array in shared memory: its alignment, bits of an entry, name and entries (none if `extern`).
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)\s+([\w$]+)(?:\[(\d*)\])?")
+_STATEMENT = re.compile(r"\s*(?:(\{)|(\})|([\w$]+)\s*:|([^;]*);)")
 _TOKEN = re.compile(r"%?[A-Za-z_$][\w$]*")
 
 
@@ -334,33 +335,22 @@ def parse(text: str) -> Program:
     def resolve(match: re.Match[str]) -> str:
         return next((scope[match[0]] for scope in scopes[::-1] if match[0] in scope), match[0])
 
-    position, end = head.end(), len(text)
-    while position < end:
-        rest = re.compile(r"\s*").match(text, position)
-        position = rest.end()
-        if position >= end:
-            break
-        if text[position] == "{":
+    for found in _STATEMENT.finditer(text, head.end()):
+        opens, closes, label, line = found.groups()
+        if opens:
             scopes.append({})
             count += 1
-            position += 1
-            continue
-        if text[position] == "}":
+        elif closes:
             scopes.pop()
-            position += 1
-            if not scopes:
-                break
-            continue
-        label = re.compile(r"([\w$]+)\s*:").match(text, position)
-        if label is not None:
-            name = f"{label[1]}.{count}"
-            scopes[-1][label[1]] = name
+        if not scopes:
+            break
+        if label:
+            name = f"{label}.{count}"
+            scopes[-1][label] = name
             labels[name] = len(instructions)
-            position = label.end()
+        if not line:
             continue
-        stop = text.index(";", position)
-        line = " ".join(text[position:stop].split())
-        position = stop + 1
+        line = " ".join(line.split())
         if line.startswith(".reg"):
             _, kind, names = line.split(" ", 2)
             for name in names.split(","):

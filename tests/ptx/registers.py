@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ptx.machine import LANE, LANES, OPERATIONS, PAIRS, TYPES, Warp, constant, kind_of, operation
+from ptx.machine import LANE, LANES, OPERATIONS, PAIRS, TYPES, Warp, kind_of, operation
 from ptx.reading import Instruction, split
 
 
@@ -69,14 +69,8 @@ def _divide(one: Instruction, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _fused(one: Instruction, x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    if x.dtype.kind in "ui":
-        if "wide" in one.name:
-            raise NotImplementedError(one.text)
-        return x * y + z
     # Round once from float64, which is exact unless the summands differ very much in size.
     found = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
-    if "relu" in one.name:
-        found = np.maximum(found, 0.0)
     return found.astype(x.dtype)
 
 
@@ -196,10 +190,6 @@ _COMPARISONS = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
-    "lo": operator.lt,
-    "ls": operator.le,
-    "hi": operator.gt,
-    "hs": operator.ge,
 }
 
 
@@ -208,17 +198,11 @@ def _do_compare(warp: Warp, one: Instruction) -> None:
     target, x, y, *more = one.operands
     kind, name = kind_of(one.name), one.name[1]
     first, second = warp.get(x, kind), warp.get(y, kind)
-    if name == "nan":
-        found = np.isnan(first) | np.isnan(second)
-    elif name == "num":
-        found = ~(np.isnan(first) | np.isnan(second))
-    else:
-        is_unordered = name.endswith("u") and name[:-1] in _COMPARISONS and name != "lu"
-        compare = _COMPARISONS[name[:-1] if is_unordered else name]
-        found = compare(first, second)
-        if kind in ("f16", "bf16", "f32", "f64"):
-            either = np.isnan(first) | np.isnan(second)
-            found = (found & ~either) | (either if is_unordered else False)
+    is_unordered = name.endswith("u")  # true if a number is NaN
+    found = _COMPARISONS[name.removesuffix("u")](first, second)
+    if kind in ("f16", "bf16", "f32", "f64"):
+        either = np.isnan(first) | np.isnan(second)
+        found = (found & ~either) | (either & is_unordered)
     if more:
         combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[one.name[2]]
         found = combine(found, warp.get(more[0], "pred"))
@@ -254,47 +238,6 @@ def _do_permute(warp: Warp, one: Instruction) -> None:
     warp.put(target, found.view(np.uint32).reshape(LANES))
 
 
-@operation("bfe")
-def _do_extract(warp: Warp, one: Instruction) -> None:
-    target, x, start, length = one.operands
-    kind = kind_of(one.name)
-    value = warp.get(x, kind)
-    bits = 8 * value.dtype.itemsize
-    first = warp.number(start) & 255
-    width = warp.number(length) & 255
-    if first + width > bits or not width:
-        raise NotImplementedError(one.text)
-    left = (value.astype(f"u{value.dtype.itemsize}") << (bits - first - width)).astype(
-        f"u{value.dtype.itemsize}"
-    )
-    warp.put(target, (left.view(value.dtype) >> (bits - width)).astype(value.dtype))
-
-
-@operation("bfi")
-def _do_insert(warp: Warp, one: Instruction) -> None:
-    target, x, y, start, length = one.operands
-    kind = kind_of(one.name)
-    inserted, into = warp.get(x, kind), warp.get(y, kind)
-    first = warp.get(start, "u32").astype(inserted.dtype)
-    mask = np.array((1 << int(constant(length, np.dtype(np.uint32)))) - 1, inserted.dtype)
-    warp.put(target, (into & ~(mask << first)) | ((inserted & mask) << first))
-
-
-@operation("clz", "brev", "bfind")
-def _do_bits(warp: Warp, one: Instruction) -> None:
-    target, x = one.operands
-    value = np.broadcast_to(warp.get(x, kind_of(one.name)), (LANES,))
-    bits = 8 * value.dtype.itemsize
-    texts = [format(int(v) & (1 << bits) - 1, f"0{bits}b") for v in value]
-    if one.name[0] == "clz":
-        found = [len(text) - len(text.lstrip("0")) for text in texts]
-    elif one.name[0] == "brev":
-        found = [int(text[::-1], 2) for text in texts]
-    else:
-        raise NotImplementedError(one.text)
-    warp.put(target, np.array(found).astype(np.uint32 if bits == 32 else np.uint64))
-
-
 _ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
@@ -313,17 +256,12 @@ def _do_convert(warp: Warp, one: Instruction) -> None:
         else:
             both = [warp.lanes(x, origin) for x in sources[::-1]]
             halves = np.stack(both, axis=-1).astype(np.float32)
-        if "relu" in one.name:
-            halves = np.maximum(halves, 0)
-        if narrow.itemsize == 1:
+        if "satfinite" in one.name:
             most = float(ml_dtypes.finfo(narrow).max)
-            if "satfinite" in one.name:
-                halves = np.clip(halves, -most, most)
+            halves = np.clip(halves, -most, most)
         found = np.ascontiguousarray(halves.astype(narrow))
         warp.put(target, found.view(f"u{2 * narrow.itemsize}").reshape(LANES))
         return
-    if origin.endswith("x2"):
-        raise NotImplementedError(one.text)
     value, wanted = warp.get(sources[0], origin), TYPES[to]
     roundings = [_ROUNDINGS[x] for x in one.name if x in _ROUNDINGS]
     if wanted.kind in "ui" and value.dtype.kind not in "uib":
@@ -336,12 +274,7 @@ def _do_convert(warp: Warp, one: Instruction) -> None:
         return
     if wanted == value.dtype and wanted.kind not in "ui" and roundings:
         value = roundings[0](value)
-    if "sat" in one.name:
-        value = np.clip(np.nan_to_num(value, nan=0.0), 0, 1)
-    found = value.astype(wanted)
-    if "rz" in one.name and to == "bf16":
-        found = (value.view(np.uint32) >> 16).astype(np.uint16)
-    warp.put(target, found)
+    warp.put(target, value.astype(wanted))
 
 
 @operation("cvta")
@@ -389,12 +322,8 @@ def _do_vote(warp: Warp, one: Instruction) -> None:
     value = np.broadcast_to(warp.get(source.strip("!"), "pred") != is_negated, (LANES,))
     if "ballot" in one.name:
         found = np.array(int((value.astype(np.uint64) << LANE.astype(np.uint64)).sum()), np.uint32)
-    elif "any" in one.name:
-        found = value.any()
-    elif "all" in one.name:
-        found = value.all()
     else:
-        found = value.all() | ~value.any()
+        found = value.any() if "any" in one.name else value.all()
     warp.put(target, np.asarray(found))
 
 
@@ -420,9 +349,3 @@ def _do_elect(warp: Warp, one: Instruction) -> None:
     target, _, chosen = one.operands[0].partition("|")
     warp.put(target, np.array(0, np.uint32))
     warp.put(chosen, LANE == 0)
-
-
-@operation("activemask")
-def _do_active(warp: Warp, one: Instruction) -> None:
-    mask = sum(1 << lane for lane in np.flatnonzero(warp.active))
-    warp.put(one.operands[0], np.array(mask, np.uint32))
