@@ -15,9 +15,7 @@ PREFILL_BLOCK_SIZES = (64, 128)  # of key blocks and query blocks
 PREFILL_PAGE, PREFILL_PAGE_ROW = 16, 64  # keys per page, and queries per query block with pages
 DECODE_BLOCK_SIZES = (16, 64, 128)
 MAX_HEAD_DIM = 128
-# Hopper's decode kernel would pad smaller heads, and copy the whole cache for each token.
-LEAST_DECODE_HEAD = 64
-# The general decode kernel takes these; padding others would copy a layer of the cache per token.
+# Head sizes of the decode kernel; padding others would copy a layer of the cache per token.
 DECODE_HEADS = (64, 128)
 
 # Limits of the selection kernels, which hold one score per block in registers.
@@ -153,7 +151,6 @@ def why_not_shape(
     *,
     block_size: int,
     row_size: int | None = None,
-    decode_heads: Sequence[int] | None = None,
 ) -> str | None:
     """Returns why the kernels do not support queries of this shape and type, or `None` if they do.
 
@@ -161,7 +158,6 @@ def why_not_shape(
       query: The queries `[B, T, N, H]`, an array or its abstract shape; `T = 1` is decoding.
       block_size: Tokens per key block.
       row_size: Queries per query block in prefill, `block_size` by default.
-      decode_heads: Each `H` that the decode kernel takes; by default any up to the most.
 
     Returns:
       A reason to show to the caller.
@@ -173,9 +169,9 @@ def why_not_shape(
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"it takes a head_dim of at most 128 and a multiple of 8, not {head_dim}"
     if num_tokens == 1:
-        if decode_heads is not None and head_dim not in decode_heads:
-            sizes = " or ".join(map(str, decode_heads))
-            return f"it takes a head_dim of {sizes} in decode on this GPU, not {head_dim}"
+        if head_dim not in DECODE_HEADS:
+            sizes = " or ".join(map(str, DECODE_HEADS))
+            return f"it takes a head_dim of {sizes} in decode, not {head_dim}"
         if block_size not in DECODE_BLOCK_SIZES:
             return f"it takes a block_size of {' or '.join(map(str, DECODE_BLOCK_SIZES))} in decode"
     elif row_size != block_size:

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from sketchwalk_jax.pallas_kernels.config import (
-    DECODE_HEADS,
-    LEAST_DECODE_HEAD,
     KernelConfig,
     default_kernel_config,
     why_not_shape,
@@ -126,8 +124,7 @@ def why_not_mosaic_gpu(
     is_ampere = kernels_here() == "ampere"
     if not is_ampere and row_size not in (None, block_size) and _checks_varying_axes():
         return "it takes lists of pages in a jax.shard_map with check_vma=False alone"
-    heads = DECODE_HEADS if is_ampere else None
-    return why_not_shape(query, block_size=block_size, row_size=row_size, decode_heads=heads)
+    return why_not_shape(query, block_size=block_size, row_size=row_size)
 
 
 def choose_implementation(
@@ -155,8 +152,7 @@ def choose_implementation(
       NotImplementedError: If the named implementation does not support this call.
     """
     interpret = kernel_config is not None and kernel_config.interpret
-    is_small = query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD
-    if implementation is None and (interpret or is_small):
+    if implementation is None and interpret:
         return "xla"
     reason = why_not_mosaic_gpu(
         query, block_size=block_size, row_size=row_size, interpret=interpret
@@ -260,8 +256,6 @@ def why_not_full_lists(
     """
     if num_keys % FULL_BLOCK:
         return f"it takes keys of whole blocks of {FULL_BLOCK}, not {num_keys} of them"
-    if query.shape[1] == 1 and query.shape[3] < LEAST_DECODE_HEAD:
-        return f"it takes a head_dim of at least {LEAST_DECODE_HEAD} in decode"
     if not has_offset and query.shape[1] > num_keys:
         return f"it needs a key for every query, not {num_keys} for {query.shape[1]}"
     return why_not_mosaic_gpu(query, block_size=FULL_BLOCK, interpret=interpret)

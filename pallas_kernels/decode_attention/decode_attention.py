@@ -34,7 +34,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import (
-    DECODE_HEADS,
     KernelConfig,
     default_kernel_config,
     num_multiprocessors,
@@ -71,10 +70,10 @@ def sizes(head_dim: int, memory: int) -> tuple[int, int]:
     return programs, min(_MAX_STAGES, (memory // programs - other) // step)
 
 
-def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int, *, most: int) -> int:
-    """Returns the query heads per unit, which share a list and a key/value head; at most `most`."""
+def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int) -> int:
+    """Returns the query heads per unit, which share a list and a key/value head; at most 16."""
     group = num_heads // max(num_lists, kv_heads)
-    return max(x for x in range(1, most + 1) if group % x == 0)
+    return max(x for x in range(1, _MAX_HEADS + 1) if group % x == 0)
 
 
 def num_splits(units: int, list_blocks: int, block_size: int, *, programs: int) -> int:
@@ -155,7 +154,7 @@ class _Tiling:
         batch, _, num_heads, head_dim = query.shape
         key_tokens, kv_heads = key.shape[2:4]
         num_lists, list_blocks = ids.shape[1], ids.shape[-1]
-        group = heads_of_unit(num_heads, kv_heads, num_lists, most=_MAX_HEADS)
+        group = heads_of_unit(num_heads, kv_heads, num_lists)
         units = num_heads // group
         programs, stages = sizes(head_dim, shared_memory())
         programs *= num_multiprocessors()
@@ -459,19 +458,6 @@ def _log2(x: int) -> int:
     return x.bit_length() - 1
 
 
-def check_arguments(query: Any, block_size: int, *, heads: Sequence[int] | None = None) -> None:
-    """Raises an error for arguments that a decode kernel cannot take.
-
-    Args:
-      query: The queries `[B, 1, N, H]`.
-      block_size: Tokens per block.
-      heads: Each `H` that the kernel takes; any up to the most if left out.
-    """
-    reason = why_not_shape(query, block_size=block_size, decode_heads=heads)
-    if reason is not None:
-        raise ValueError(f"query and block_size must fit the kernel: {reason}")
-
-
 def decode_attention_kernel(
     query: Float[Array, "B 1 N H"],
     key: Float[Array, "L B S K H"],
@@ -513,7 +499,8 @@ def decode_attention_kernel(
       NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
-    check_arguments(query, block_size, heads=DECODE_HEADS)
+    if reason := why_not_shape(query, block_size=block_size):
+        raise ValueError(f"query and block_size must fit the kernel: {reason}")
     batch, _, num_heads, head_dim = query.shape
     tiling = _Tiling.of(
         query,
