@@ -36,7 +36,7 @@ class AttentionKernelCase:
       list_blocks: Capacity `P` of the lists, by default the number of blocks.
       dtype: Type of queries, keys and values.
       return_lse: Whether the kernel returns the log-sum-exp.
-      is_hopper: Whether to use Hopper's kernel, or the one for GPUs from Ampere on.
+      is_hopper: Whether to use Hopper's kernel in prefill, or the one for GPUs from Ampere on.
     """
 
     op: str
@@ -95,13 +95,10 @@ class AttentionKernelCase:
         from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
             decode_attention_kernel,
         )
-        from sketchwalk_jax.pallas_kernels.decode_attention.hopper import (
-            hopper_decode_attention_kernel,
-        )
 
-        if self.op == "prefill":
-            return hopper_attention_kernel if self.is_hopper else attention_kernel
-        return hopper_decode_attention_kernel if self.is_hopper else decode_attention_kernel
+        if self.op == "decode":
+            return decode_attention_kernel
+        return hopper_attention_kernel if self.is_hopper else attention_kernel
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Returns the kernel as a function of arrays only, and their shapes."""
@@ -158,7 +155,6 @@ CASES = (
     Decode(heads=(14, 2), lengths=(129,), lists="kv_head"),
     Decode(heads=(4, 2), lengths=(193,), lists="head", return_lse=False),
     Decode(heads=(8, 1), lengths=(500,), block_size=16),
-    Decode(heads=(2, 1), lengths=(100,), head_dim=96),
 )
 
 LARGE_CASES = (
@@ -233,7 +229,6 @@ _SHAPES = {
         *_pairs(1, 3, 4, 7, 8),
         Prefill(heads=(32, 8), lengths=(4096,), head_dim=80),
         Pages(heads=(32, 8), lengths=(4096,), head_dim=96),
-        Decode(heads=(32, 8), lengths=(4096,), head_dim=96),
     ],
     "8.0": [
         *_pairs(1, 4, 7),

@@ -34,7 +34,6 @@ from sketchwalk_jax.pallas_kernels.attention import attention
 from sketchwalk_jax.pallas_kernels.attention import hopper as hopper_attention
 from sketchwalk_jax.pallas_kernels.config import DECODE_HEADS, num_multiprocessors
 from sketchwalk_jax.pallas_kernels.decode_attention import decode_attention
-from sketchwalk_jax.pallas_kernels.decode_attention import hopper as hopper_decode
 
 CASES = attention_cases.CASES + (attention_cases.LARGE_CASES if ON_GPU else ())
 KEPT = ("prefill-4x2-H64-T250", "decode-8x1-H128-T500")  # the interpreter's default cases
@@ -50,7 +49,7 @@ def on_each_kernel(cases, kept=()):
     """Parametrizes a test by case and kind of kernel; cases not kept get the marker `slow`."""
     rows = []
     for case in cases:
-        kinds = (True, False) if case.op == "prefill" or case.head_dim in DECODE_HEADS else (True,)
+        kinds = (True, False) if case.op == "prefill" else (False,)  # one kernel decodes
         marks = () if kept and str(case).startswith(kept) else pytest.mark.slow
         rows += [pytest.param(dataclasses.replace(case, is_hopper=x), marks=marks) for x in kinds]
     return pytest.mark.parametrize("case", rows, ids=str)
@@ -122,16 +121,6 @@ SIZES = [
         for head_dim in (64, 128)
         for programs in (1, 3)
     ),
-    # Splits from 5 on halve the buffers; steps of 128 keys have two blocks.
-    *(
-        (Decode(heads=(4, 2), lengths=(500, 70), is_hopper=True), hopper_decode, sizes)
-        for sizes in (
-            {"num_splits": 1, "_STEP": 64},
-            {"num_splits": 2, "_STEP": 64},
-            {"num_splits": 5, "_STEP": 64},
-            {"num_splits": 2, "_STEP": 128},
-        )
-    ),
     # Small and large steps; fewer and more steps in flight than a list may have.
     *(
         (form(heads=(4, 2), lengths=(200, 70), head_dim=64), attention, {"sizes": sizes})
@@ -155,8 +144,7 @@ SIZES = [
 @pytest.mark.parametrize(("case", "module", "sizes"), SIZES, ids=str)
 def test_sizes_change_nothing_beyond_rounding(case, module, sizes, attend, monkeypatch):
     for name, value in sizes.items():
-        found = value if name == "_STEP" else lambda *_, value=value, **__: value
-        monkeypatch.setattr(module, name, found)
+        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
     arguments, mask = kernel_draws.draw_attention(case, 0)
     assert_attention(case, arguments, mask, attend(arguments))
 
@@ -256,12 +244,11 @@ TOO_LONG = "query and block_size must fit the kernel: it takes a"
             )
             for x in (16, 32, 128)
         ),
-        (Decode(**SHORT, block_size=32, is_hopper=True), TOO_LONG),
-        (Decode(**SHORT, head_dim=136, is_hopper=True), TOO_LONG),
+        (Decode(**SHORT, head_dim=136), TOO_LONG),
         (Decode(**SHORT, block_size=32), "must fit the kernel: it takes a block_size of 16 or"),
         (
             Decode(**SHORT, head_dim=96),
-            "must fit the kernel: it takes a head_dim of 64 or 128 in decode on this GPU, not 96",
+            "must fit the kernel: it takes a head_dim of 64 or 128 in decode, not 96",
         ),
     ],
     ids=str,
@@ -364,11 +351,9 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(case, attend):
     assert num_reached > 0
 
 
-@pytest.mark.parametrize(
-    ("op", "is_hopper"), [("prefill", True), ("decode", True), ("decode", False)]
-)
-def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op, is_hopper):
-    case = AttentionKernelCase(op=op, **SHORT, head_dim=64, is_hopper=is_hopper)
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+def test_a_derivative_of_a_kernel_by_itself_is_refused_in_words(op):
+    case = AttentionKernelCase(op=op, **SHORT, head_dim=64, is_hopper=True)
     function, _ = case.program(kernel_config=KernelConfig(interpret=True))
     (query, *others), _ = kernel_draws.draw_attention(case, 0)
 

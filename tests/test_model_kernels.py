@@ -60,7 +60,7 @@ def test_generation_takes_the_kernels_and_answers_alike(name):
         text, plain = (
             program.lower(params, tokens, implementation=one).as_text() for one in (None, "xla")
         )
-        assert "hopper_decode_attention_kernel" in text and kernel in text
+        assert "block_sparse_decode" in text and kernel in text
         assert ("hopper_attention_kernel" in text) == (kernel == "hopper_attention_kernel")
         assert "mosaic_gpu" not in plain and "cudnn$fmha" not in plain
     keys = program(params, tokens, implementation=None)

@@ -89,7 +89,7 @@ def generate(policy: Any, params: Any, tokens: Any, lengths: Any) -> Any:
 
 def decode_kernel(*arrays: Any) -> Any:
     """Runs the decode kernel for a token, interpreted."""
-    case = attention_cases.Decode(heads=(4, 2), lengths=(65, 7), head_dim=64, is_hopper=True)
+    case = attention_cases.Decode(heads=(4, 2), lengths=(65, 7), head_dim=64)
     program, shapes = case.program(kernel_config=INTERPRETER)
     return jax.jit(program)(*(jnp.zeros(x.shape, x.dtype) for x in shapes))
 
