@@ -5,7 +5,7 @@ since importing Pallas is slow.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
