@@ -57,19 +57,6 @@ class AttentionCase:
         return f"G{self.group}-H{self.head_dim}-T{lengths}-{self.lists}-{self.dtype}"
 
 
-ATTENTION_CASES = (
-    AttentionCase(1, 64, (1,)),
-    AttentionCase(3, 128, (63,), "kv_head"),
-    AttentionCase(3, 64, (200, 1, 129), "shared"),
-    AttentionCase(4, 64, (64,), "head"),
-    AttentionCase(7, 128, (65, 191), "shared"),
-    AttentionCase(8, 256, (65,), "shared"),
-    AttentionCase(8, 128, (193, 63), "head", num_tokens=320),
-    AttentionCase(4, 128, (200, 77), "shared", dtype="bfloat16"),
-    AttentionCase(7, 32, (129,), "kv_head", dtype="float16"),
-)
-
-
 def draw_lists(rng: np.random.Generator, batch: int, num_lists: int, num_rows: int) -> np.ndarray:
     """Draws a random block mask, bool `[B, M, I, I]`, causal and with its diagonal."""
     mask = rng.random((batch, num_lists, num_rows, num_rows)) < 0.5

@@ -12,7 +12,6 @@ from tolerances import tolerance
 
 from sketchwalk_jax import BlockSelection, KernelConfig
 from sketchwalk_jax.attention.mass import block_mass, mass_recall, token_mass
-from sketchwalk_jax.selection import full_selection
 
 SIZE, CAPACITY, HEADS, HEAD_DIM = 16, 112, (6, 2), 32
 TILES = {
@@ -48,61 +47,41 @@ def draw(lengths, num_tokens=CAPACITY, dtype=jnp.float32, num_layers=None):
     return query, stacked
 
 
-def expected(query, key, lengths, num_rows):
-    wanted = np.zeros((len(lengths), HEADS[0], num_rows, CAPACITY // SIZE))
-    for row, length in enumerate(lengths):
-        mass = float64_mass.block_mass(query[row, :length], key[row, :length], SIZE)
-        wanted[row, :, : mass.shape[1], : mass.shape[2]] = mass
-    return wanted
+def shares(query, key):
+    """Returns each token's share of each block `[N, T, J]`."""
+    found = np.zeros((HEADS[0], len(query), CAPACITY // SIZE))
+    for token, vectors in enumerate(query):
+        one = float64_mass.block_mass(vectors[None], key[: token + 1], SIZE, first=token)
+        found[:, token, : one.shape[-1]] = one[:, 0]
+    return found
 
 
+@pytest.mark.parametrize("aggregate", ["sum", "max"])
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_mass_equals_a_softmax_in_float64(tiles, dtype):
-    lengths = (107, 64, 1)
+def test_mass_equals_a_softmax_in_float64(tiles, dtype, aggregate):
+    """For rows of blocks and for the last token, of each head and of all heads."""
+    lengths = np.array([107, 64, 1], np.int32)
     query, key = draw(lengths, 107, dtype, num_layers=3)
-    wanted = expected(query, key[1], lengths, 7)
-    options = {"block_size": SIZE, "kernel_config": TILES[tiles]}
-    by_head = mass_of(query, key, layer=1, kv_lengths=np.array(lengths), sum_heads=False, **options)
-    # Products of bfloat16 are exact in float32: in either dtype only sums differ.
-    np.testing.assert_allclose(by_head, wanted, **tolerance("scores"))
-    summed = mass_of(query, key, layer=1, kv_lengths=np.array(lengths), **options)
-    assert summed.dtype == jnp.float32
-    np.testing.assert_allclose(summed, wanted.sum(1), **tolerance("scores"))
-    in_row = np.clip(np.array(lengths)[:, None] - SIZE * np.arange(7), 0, SIZE)
-    np.testing.assert_allclose(np.sum(summed, -1), in_row * HEADS[0], **tolerance("scores"))
-
-
-def largest_shares(query, key, positions):
-    """Returns the largest share of each block over the tokens, for every head `[N, J]`."""
-    shares = np.zeros((HEADS[0], CAPACITY // SIZE))
-    for token, position in zip(query, positions, strict=True):
-        one = float64_mass.block_mass(token[None], key[: position + 1], SIZE, first=position)
-        shares[:, : one.shape[-1]] = np.maximum(shares[:, : one.shape[-1]], one[:, 0])
-    return shares
-
-
-@pytest.mark.parametrize("tiles", TILES)
-def test_the_largest_share_of_queries_and_heads(tiles):
-    lengths = (107, 64, 1)
-    query, key = draw(lengths, 107, num_layers=2)
-    options = {"block_size": SIZE, "kernel_config": TILES[tiles], "aggregate": "max", "layer": 1}
-    found, by_head = (
-        mass_of(query, key, kv_lengths=np.array(lengths), sum_heads=x, **options)
-        for x in (True, False)
-    )
-    wanted = np.zeros(by_head.shape)
-    for row, length in enumerate(lengths):
+    combine = {"sum": np.sum, "max": np.max}[aggregate]
+    wanted = np.zeros((3, HEADS[0], 7, CAPACITY // SIZE))
+    of_last = np.zeros((3, HEADS[0], 1, CAPACITY // SIZE))
+    for row, length in enumerate(lengths.tolist()):
+        by_token = shares(query[row, :length], key[1, row])
+        of_last[row, :, 0] = by_token[:, -1]
         for first in range(0, length, SIZE):
-            own = range(first, min(first + SIZE, length))
-            wanted[row, :, first // SIZE] = largest_shares(query[row, own], key[1, row], own)
-    np.testing.assert_allclose(by_head, wanted, **tolerance("scores"))
-    np.testing.assert_allclose(found, wanted.max(1), **tolerance("scores"))
+            wanted[row, :, first // SIZE] = combine(by_token[:, first : first + SIZE], axis=1)
     last = np.stack([query[row, [length - 1]] for row, length in enumerate(lengths)])
-    of_token = mass_of_token(last, key, kv_lengths=np.array(lengths), **options)
-    for row, length in enumerate(lengths):
-        one = largest_shares(last[row], key[1, row], [length - 1])
-        np.testing.assert_allclose(of_token[row, 0], one.max(0), **tolerance("scores"))
+    options = {"block_size": SIZE, "kernel_config": TILES[tiles], "aggregate": aggregate}
+    options |= {"layer": 1, "kv_lengths": lengths}
+    for run, queries, expected in ((mass_of, query, wanted), (mass_of_token, last, of_last)):
+        # Products of bfloat16 are exact in float32: in either dtype only sums differ.
+        by_head = run(queries, key, sum_heads=False, **options)
+        np.testing.assert_allclose(by_head, expected, **tolerance("scores"))
+        assert not np.any(by_head[expected == 0])
+        summed = run(queries, key, **options)
+        assert summed.dtype == jnp.float32
+        np.testing.assert_allclose(summed, combine(expected, axis=1), **tolerance("scores"))
 
 
 @settings(max_examples=6)
@@ -125,22 +104,6 @@ def test_rows_of_a_chunk_are_those_of_the_whole(first, start, length):
     wanted = float64_mass.block_mass(query[0, begin:end], key[0], SIZE, first=begin).sum(0)
     np.testing.assert_allclose(mass[: len(wanted)], wanted, **tolerance("scores"))
     assert not np.any(mass[len(wanted) :])
-
-
-@pytest.mark.parametrize("tiles", TILES)
-def test_mass_of_one_token(tiles):
-    lengths = np.array([107, 64, 1], np.int32)
-    query, key = draw(lengths, num_layers=2)
-    last = np.stack([query[row, [length - 1]] for row, length in enumerate(lengths)])
-    options = {"block_size": SIZE, "layer": 1, "kernel_config": TILES[tiles]}
-    by_head = mass_of_token(last, key, kv_lengths=lengths, sum_heads=False, **options)
-    for row, length in enumerate(lengths.tolist()):
-        wanted = float64_mass.block_mass(last[row], key[1, row, :length], SIZE, first=length - 1)
-        num_blocks = wanted.shape[-1]
-        np.testing.assert_allclose(by_head[row, :, :, :num_blocks], wanted, **tolerance("scores"))
-        assert not np.any(by_head[row, :, :, num_blocks:])
-    summed = mass_of_token(last, key, kv_lengths=lengths, **options)
-    np.testing.assert_allclose(summed, np.sum(by_head, 1), **tolerance("scores"))
 
 
 def test_keys_need_not_fill_their_last_block():
@@ -168,29 +131,22 @@ def test_recall_is_the_listed_share(kind):
     assert 0 < np.mean(wanted[0]) < 1 and not wanted[1, :, 4:].any()
 
 
-def test_everything_is_recalled_by_everything():
-    query, key = draw((CAPACITY,))
-    mass = mass_of(query, key, block_size=SIZE)
-    full = full_selection(jnp.arange(7, dtype=jnp.int32)[None], 7, block_size=SIZE)
-    np.testing.assert_allclose(mass_recall(jnp.asarray(mass), full), 1.0, **tolerance("density"))
-
-
 @pytest.mark.unchecked
 def test_wrong_arguments_are_named():
     query, key = (jnp.zeros(shape) for shape in ((2, 32, 6, 8), (2, 32, 2, 8)))
-    with pytest.raises(ValueError, match="key must have shape"):
-        block_mass(query, key, block_size=16, layer=0)
-    with pytest.raises(ValueError, match="block_size must be a positive integer, got 0"):
-        block_mass(query, key, block_size=0)
-    with pytest.raises(ValueError, match="valid must have shape"):
-        block_mass(query, key, block_size=16, valid=jnp.ones((2, 30), bool))
-    with pytest.raises(ValueError, match="first_block must have shape"):
-        block_mass(query, key, block_size=16, first_block=jnp.zeros(3, jnp.int32))
+    for options, message in (
+        ({"layer": 0}, "key must have shape"),
+        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
+        ({"valid": jnp.ones((2, 30), bool)}, "valid must have shape"),
+        ({"first_block": jnp.zeros(3, jnp.int32)}, "first_block must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_mass(query, key, **{"block_size": 16} | options)
     with pytest.raises(ValueError, match="query must hold one token"):
         token_mass(query, key, block_size=16, kv_lengths=jnp.ones(2, jnp.int32))
     mass = block_mass(query, key, block_size=16)
-    lists = jnp.zeros((2, 2, 2, 1), jnp.int32), jnp.ones((2, 2, 2), jnp.int32)
+    lists = BlockSelection(jnp.zeros((2, 2, 2, 1), jnp.int32), jnp.ones((2, 2, 2), jnp.int32), 16)
     with pytest.raises(ValueError, match="mass must keep 2 heads"):
-        mass_recall(mass, BlockSelection(*lists, 16))
+        mass_recall(mass, lists)
     with pytest.raises(ValueError, match="selection must have lists for the rows"):
-        mass_recall(mass[:, :1], BlockSelection(*lists, 16))
+        mass_recall(mass[:, :1], lists)

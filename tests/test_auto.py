@@ -17,7 +17,7 @@ import sketchwalk_jax as sw
 from sketchwalk_jax import Auto, Dense
 from sketchwalk_jax.cli import main
 from sketchwalk_jax.inference import generation
-from sketchwalk_jax.inference.auto import BreakEven, default_policy, read_break_evens
+from sketchwalk_jax.inference.auto import BreakEven, default_policy
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.policies import by_name
@@ -40,6 +40,19 @@ DECODE = dataclasses.replace(PREFILL, phase="decode", tokens=200)
 TABLE = (PREFILL, DECODE)
 
 
+def table_of(tokens=(100, 200), **changes):
+    """Returns the table with these break-evens of prefill and decode, and other changes."""
+    pairs = zip(TABLE, tokens, strict=True)
+    return tuple(dataclasses.replace(one, tokens=at, **changes) for one, at in pairs)
+
+
+NEVER = table_of((None, None))
+QUEST = {  # a policy of decode only
+    "policy": QuestConfig(block_size=16, density=0.3),
+    "table": table_of(policy="QuestConfig"),
+}
+
+
 def chosen(tokens, table=TABLE, *, policy=PAPER, batch=1, **options):
     return Auto(policy, table).choose(MODEL, batch=batch, tokens=tokens, **options)
 
@@ -60,20 +73,19 @@ def what(found):
         (200, {"phase": "prefill"}, ("sparse", "prefill")),
         (199, {"phase": "decode"}, ("dense", "both")),
         (99, {"policy": Dense(block_size=16)}, ("dense", "both")),
+        (400, {"table": NEVER}, ("dense", "both")),
+        (150, QUEST, ("dense", "both")),
+        (200, QUEST, ("sparse", "both")),
     ],
 )
 def test_a_phase_is_sparse_from_its_break_even_on(tokens, options, expected):
     found = chosen(tokens, **options)
     assert what(found) == expected
     assert found.policy.block_size == 16
-
-
-def test_a_policy_of_one_phase_is_chosen_by_that():
-    policy = QuestConfig(block_size=16, density=0.3)
-    table = tuple(dataclasses.replace(one, policy="QuestConfig") for one in TABLE)
-    assert what(chosen(150, table, policy=policy)) == ("dense", "both")
-    assert what(chosen(200, table, policy=policy)) == ("sparse", "both")
-    assert len(chosen(200, table, policy=policy).reasons) == 1
+    if options is QUEST:
+        assert len(found.reasons) == 1
+    if options.get("table") is NEVER:
+        assert "sparse did not pay up to 400" in found.reasons[0]
 
 
 def test_the_nearest_measurement_counts():
@@ -110,7 +122,7 @@ def test_the_nearest_measurement_counts():
         ((dataclasses.replace(PREFILL, width=512),), {}, "attention 64 wide"),
         ((dataclasses.replace(PREFILL, batch=2),), {}, "attention 64 wide"),
         (TABLE, {"is_spread": True}, "no measurement on several devices"),
-        ((dataclasses.replace(PREFILL, tokens=None),), {}, "no measurement beyond 400 tokens"),
+        (NEVER, {}, "no measurement beyond 400 tokens"),
     ],
 )
 def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options, message):
@@ -118,12 +130,6 @@ def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options
     assert what(found) == ("sparse", "both")
     assert found.policy is options.get("policy", PAPER)
     assert message in found.reasons[0] and "prefill sparse: no measurement" in found.reasons[0]
-
-
-def test_what_never_paid_is_dense_as_far_as_it_was_measured():
-    never = tuple(dataclasses.replace(one, tokens=None) for one in TABLE)
-    assert what(chosen(400, never)) == ("dense", "both")
-    assert "sparse did not pay up to 400" in chosen(400, never).reasons[0]
 
 
 def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
@@ -187,18 +193,10 @@ def test_it_wraps_a_policy_and_stands_for_none_elsewhere():
 # Runs.
 
 
-def run(config, *, tokens=40, cache=None, phase="both"):
-    prompt, _ = prompts(tokens)
-    return generation.generate(
-        params(),
-        prompt,
-        model_config=MODEL,
-        policy=config,
-        max_new_tokens=3,
-        max_tokens=None if cache is not None else 128,
-        cache=cache,
-        phase=phase,
-    )
+def run(config, *, tokens=40, **options):
+    options = {"max_tokens": None if "cache" in options else 128} | options
+    call = {"model_config": MODEL, "policy": config, "max_new_tokens": 3} | options
+    return generation.generate(params(), prompts(tokens)[0], **call)
 
 
 @pytest.mark.parametrize(
@@ -211,28 +209,21 @@ def run(config, *, tokens=40, cache=None, phase="both"):
     ],
 )
 def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase):
-    table = [
-        dataclasses.replace(one, tokens=tokens) for one, tokens in zip(TABLE, breaks, strict=True)
-    ]
+    auto = Auto(PAPER, table_of(breaks))
     expected = run(given, phase=phase)
     programs = generation._start._cache_size(), generation._continue._cache_size()
-    found = run(Auto(PAPER, tuple(table)))
+    found = run(auto)
     assert (generation._start._cache_size(), generation._continue._cache_size()) == programs
     assert (found.choice.policy, found.choice.phase) == (given, phase)
     assert expected.choice is None
     chex.assert_trees_all_equal(dataclasses.replace(found, choice=None), expected)
-    assert hash(Auto(PAPER, tuple(table))) == hash(Auto(PAPER, tuple(table)))
 
 
 @pytest.mark.parametrize(("first", "then"), [(40, 1000), (1000, 1)])
 def test_a_cache_goes_on_as_it_was_made(first, then):
     """More tokens would make it sparse, or fewer dense, but the cache decides."""
-    autos = [
-        Auto(PAPER, tuple(dataclasses.replace(one, tokens=at, longest=at) for one in TABLE))
-        for at in (first, then)
-    ]
-    begun = run(autos[0])
-    found = run(autos[1], cache=begun.cache, tokens=20)
+    begun = run(Auto(PAPER, table_of((first, first), longest=first)))
+    found = run(Auto(PAPER, table_of((then, then), longest=then)), cache=begun.cache, tokens=20)
     assert type(found.choice.policy) is type(begun.choice.policy)
     assert found.choice.reasons[0].endswith("the cache was made so")
 
@@ -240,8 +231,7 @@ def test_a_cache_goes_on_as_it_was_made(first, then):
 def test_streams_and_texts_say_what_was_chosen(tmp_path):
     checkpoints.write_checkpoint(tmp_path, tokenizer=True)
     own = {"policy": "RecommendedConfig", "density": 1.0, "block_size": 64, "width": 32}
-    never = dataclasses.replace(PREFILL, **own, tokens=None, longest=512)
-    auto = Auto(measured=(never, dataclasses.replace(never, phase="decode")))
+    auto = Auto(measured=table_of((None, None), **own, longest=512))
     lm = LanguageModel.load(tmp_path, policy=auto, density=0.3, progress=False)
     assert lm.policy.sparse == sw.SketchWalkConfig.recommended(density=0.3)
     pieces = lm.stream("Walk with the ", max_new_tokens=4)
@@ -250,18 +240,6 @@ def test_streams_and_texts_say_what_was_chosen(tmp_path):
     assert pieces.choice.policy == Dense() and len(pieces.choice.reasons) == 2
     prompts = ["Walk with the ", "sketch"]
     assert lm.generate(prompts, max_new_tokens=4) == dense.generate(prompts, max_new_tokens=4)
-
-
-def test_it_is_resolved_under_a_jit_too():
-    prompt, _ = prompts(40)
-    weights = params()
-
-    @jax.jit
-    def call(prompt):
-        options = {"model_config": MODEL, "max_new_tokens": 1, "max_tokens": 128}
-        return generation.generate(weights, prompt, policy=Auto(PAPER, TABLE), **options)
-
-    assert what(jax.eval_shape(call, jnp.asarray(prompt)).choice) == ("dense", "both")
 
 
 # The command line.
@@ -274,8 +252,7 @@ def model(tmp_path):
 
 
 def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
-    rows = [dataclasses.replace(one, policy="RecommendedConfig", width=32) for one in TABLE]
-    rows = tuple(dataclasses.replace(one, block_size=64, tokens=None) for one in rows)
+    rows = table_of((None, None), policy="RecommendedConfig", width=32, block_size=64)
     monkeypatch.setattr("sketchwalk_jax.inference.auto.read_break_evens", lambda: rows)
     command = ["generate", "--model", str(model), "--prompt", "Walk", "--max-new-tokens", "4"]
     assert main([*command, "--policy", "auto", "--json"]) == 0
@@ -310,87 +287,69 @@ def benchmark(monkeypatch):
     return importlib.import_module("break_even")
 
 
-def test_the_package_comes_with_break_evens_of_the_default_policy():
-    """A test of the pages compares these with the results."""
-    rows = read_break_evens()
-    found = {one.phase for one in rows if one.policy == "RecommendedConfig"}
-    assert found == {"prefill", "decode"}
-    assert all(one.tokens is None or one.tokens <= one.longest for one in rows)
-
-
 def test_a_break_even_is_where_no_longer_length_is_slower(benchmark):
     assert benchmark.least_tokens({512: 0.9, 1024: 1.1, 2048: 0.99, 4096: 1.0, 8192: 2.0}) == 4096
     assert benchmark.least_tokens({512: 1.5, 1024: 1.0}) == 512
     assert benchmark.least_tokens({512: 1.5, 1024: 0.99}) is None
 
 
-def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, tmp_path):
+@pytest.fixture
+def found(benchmark, tmp_path):
+    """Returns the break-evens of results as `end_to_end.py` writes them."""
+
+    def found(rows, name="end_to_end", **meta):
+        meta = {"device": "NVIDIA H200"} | meta
+        (tmp_path / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}))
+        return benchmark.break_evens(tmp_path)
+
+    return found
+
+
+def row(tokens, policy, median, **more):
+    fields = {"model": "llama-3.1-8b", "phase": "decode", "tokens": tokens, "batch": 8}
+    fields |= {"implementation": "ours", "chunk_size": None, "error": None, "policy": policy}
+    preset, density = ("recommended", 0.1) if policy == "sketchwalk" else (None, 1.0)
+    fields |= {"preset": preset, "density": density, "seconds": {"median": median}}
+    return fields | more
+
+
+def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
     """Measurements at 128K tokens alone change nothing in `Auto`."""
     assert benchmark.is_known(4096, {2048: 0.9, 4096: 1.1})
     assert benchmark.is_known(8192, {8192: 1.1, 16384: 1.2})
     assert not benchmark.is_known(16384, {16384: 1.1, 32768: 1.2})
     assert benchmark.is_known(None, {131072: 0.9})  # so no shorter length pays
-    row = {"model": "llama-3.1-8b", "phase": "prefill", "tokens": 2**17, "batch": 1, "error": None}
-    row |= {"implementation": "ours", "chunk_size": None}
-    dense = row | {"policy": "dense", "preset": None, "density": 1.0, "seconds": {"median": 11.0}}
-    pieces = dense | {"chunk_size": 2**15, "seconds": {"median": 10.0}}
-    own = row | {"policy": "sketchwalk", "preset": "recommended", "density": 0.2}
-    long = [dense, pieces, own | {"seconds": {"median": 5.0}}]
-    meta = {"device": "NVIDIA H200"}
-
-    def found(rows):
-        (tmp_path / "end_to_end.json").write_text(json.dumps({"meta": meta, "rows": rows}))
-        return benchmark.break_evens(tmp_path)
-
+    dense = [row(2**17, "dense", 11.0), row(2**17, "dense", 10.0, chunk_size=2**15)]
+    long = [*dense, row(2**17, "sketchwalk", 5.0)]
     assert found(long) == []
-    model = dataclasses.replace(MODEL, num_heads=32, head_dim=128)
-    text = Auto(None, ()).find("prefill", model, device="NVIDIA H200")
-    assert Auto(None, tuple(found(long))).find("prefill", model, device="NVIDIA H200") == text
-    short = [one | {"tokens": 2**14} for one in (dense, own | {"seconds": {"median": 12.0}})]
+    short = [row(2**14, "dense", 11.0), row(2**14, "sketchwalk", 12.0)]
     assert [(one.tokens, one.longest) for one in found([*long, *short])] == [(2**17, 2**17)]
     # A policy must beat dense attention in chunks.
-    slower = [dense, pieces, own | {"seconds": {"median": 10.5}}]
+    slower = [*dense, row(2**17, "sketchwalk", 10.5)]
     assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
 
 
-def test_what_is_kept_stands_beside_what_was_measured(benchmark, tmp_path):
+def test_what_is_kept_stands_beside_what_was_measured(found):
     """Measured devices come first, then expected values for others."""
-    row = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
-    row |= {"width": 64, "batch": 1, "tokens": 512, "longest": 1024}
-    rows = [row | {"device": device} for device in (dispatch.GPU_GROUPS[-1], "cpu")]
-    (tmp_path / "break_even.json").write_text(json.dumps({"meta": {}, "rows": rows}))
-    found = benchmark.break_evens(tmp_path)
-    assert [(one.device, one.is_expected) for one in found] == [
-        ("cpu", False),
-        (dispatch.GPU_GROUPS[-1], True),
-    ]
+    one = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
+    one |= {"width": 64, "batch": 1, "tokens": 512, "longest": 1024}
+    devices = (dispatch.GPU_GROUPS[-1], "cpu")
+    rows = found([one | {"device": device} for device in devices], "break_even")
+    assert [(one.device, one.is_expected) for one in rows] == [("cpu", False), (devices[0], True)]
 
 
-def test_rows_of_whole_models_are_break_evens_of_their_device(benchmark, tmp_path):
-    """The rows are as `end_to_end.py` writes them."""
-
-    def row(tokens, policy, median, **more):
-        fields = {"model": "llama-3.1-8b", "phase": "decode", "tokens": tokens, "batch": 8}
-        fields |= {"implementation": "ours", "chunk_size": None, "error": None, "policy": policy}
-        preset, density = ("recommended", 0.1) if policy == "sketchwalk" else (None, 1.0)
-        fields |= {"preset": preset, "density": density, "seconds": {"median": median}}
-        return fields | more
-
+def test_rows_of_whole_models_are_break_evens_of_their_device(found):
     rows = [row(16384, "dense", 1.0), row(16384, "sketchwalk", 1.2)]
     rows += [row(32768, "dense", 2.0), row(32768, "sketchwalk", 1.5)]
     rows += [row(65536, "dense", 1.0), row(65536, "sketchwalk", 9.0, error="does not fit")]
     rows += [row(65536, "dense", 1.0, implementation="transformers")]
-    meta = {"device": "NVIDIA H200"}
-    (tmp_path / "end_to_end.json").write_text(json.dumps({"meta": meta, "rows": rows}))
-    (found,) = benchmark.break_evens(tmp_path)
+    (one,) = found(rows)
     expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
     expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
-    assert dataclasses.asdict(found) == expected | {"tokens": 32768, "longest": 32768}
-    assert not found.is_expected
-    quick = {"meta": meta | {"is_quick": True}, "rows": rows}
-    (tmp_path / "end_to_end.json").write_text(json.dumps(quick))
+    assert dataclasses.asdict(one) == expected | {"tokens": 32768, "longest": 32768}
+    assert not one.is_expected
     with pytest.raises(ValueError, match="--quick"):
-        benchmark.break_evens(tmp_path)
+        found(rows, is_quick=True)
 
 
 def test_a_table_of_other_results_is_found_and_replaced(benchmark, tmp_path, monkeypatch, capsys):

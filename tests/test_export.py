@@ -36,10 +36,9 @@ def states():
     }
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     layer = init_layer_cache(2, 32, policy=POLICIES["adamas"], **sizes)
-    rows = jnp.zeros((2, 1), jnp.int32)
-    lists = dataclasses.replace(full_selection(rows, 4, block_size=16), row_size=64)
-    tokens, flags = jnp.ones((2, 3), jnp.int32), jnp.ones((2,), bool)
-    cache = caches["recommended"]
+    lists = full_selection(jnp.zeros((2, 1), jnp.int32), 4, block_size=16)
+    lists = dataclasses.replace(lists, row_size=64)
+    tokens, flags, cache = jnp.ones((2, 3), jnp.int32), jnp.ones((2,), bool), caches["recommended"]
     out = generation.Generation(tokens, tokens[:, 0], cache.density, cache, lists, flags)
     span = Span.of_tokens(tokens[:, 0], 16)
     return caches, layer, out, WalkState.zeros(2, 1, 4), span, Sampling(temperature=0.5)

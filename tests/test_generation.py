@@ -31,18 +31,6 @@ def weights():
     return params()
 
 
-def _step_by_step(weights, tokens, lengths, config, phase="both"):
-    """Decodes greedily with `prefill` and `decode_step`, one token of each sequence at a time."""
-    options = {"model_config": MODEL, "policy": config, "phase": phase}
-    cache = init_cache(MODEL, config, batch=len(tokens), max_tokens=CAPACITY)
-    logits, cache = prefill(weights, tokens, cache, lengths=lengths, **options)
-    found = []
-    for _ in range(NEW):
-        found.append(np.argmax(logits, axis=-1).astype(np.int32))
-        logits, cache = decode_step(weights, found[-1], cache, **options)
-    return np.stack(found, axis=1)
-
-
 @pytest.mark.parametrize(
     ("name", "phase"),
     [
@@ -53,11 +41,16 @@ def _step_by_step(weights, tokens, lengths, config, phase="both"):
     ],
 )
 def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
+    """Decodes greedily with `prefill` and `decode_step`, one token of each sequence at a time."""
     tokens, lengths = prompts(*LENGTHS)
     config = POLICIES[name]
     out = generate(weights, tokens, lengths=lengths, policy=config, phase=phase, **OPTIONS)
-    wanted = _step_by_step(weights, tokens, lengths, config, phase)
-    np.testing.assert_array_equal(out.tokens, wanted)
+    options = {"model_config": MODEL, "policy": config, "phase": phase}
+    cache = init_cache(MODEL, config, batch=len(tokens), max_tokens=CAPACITY)
+    logits, cache = prefill(weights, tokens, cache, lengths=lengths, **options)
+    for token in out.tokens.T:
+        np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
+        logits, cache = decode_step(weights, token, cache, **options)
 
 
 @pytest.mark.parametrize("sampling", [Sampling.greedy(), SAMPLED], ids=["greedy", "sampled"])
@@ -117,7 +110,7 @@ def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights,
     assert found[1].lengths.max() == (5 if has_end else limit)
 
 
-@pytest.mark.slow
+@slow
 def test_a_step_behind_the_end_of_a_full_cache_stays_in_it(weights, monkeypatch):
     config = POLICIES["paper"]
     cache = init_cache(MODEL, config, batch=2, max_tokens=32)
@@ -170,22 +163,14 @@ def test_ended_sequences_leave_no_trace_in_cache_or_density(weights):
 
 
 def test_a_conversation_continues_from_the_returned_cache(weights):
-    config = POLICIES["paper"]
-    options = {"model_config": MODEL, "policy": config}
+    options = {"model_config": MODEL, "policy": POLICIES["paper"]}
     first, lengths = prompts(*LENGTHS)
     second, more = np.pad(prompts(9, 20, 1, seed=1)[0], ((0, 0), (0, 80))), np.array([9, 20, 1])
-    start = generate(weights, first, lengths=lengths, policy=config, **OPTIONS)
-    turn = generate(
-        weights,
-        second,
-        lengths=more,
-        policy=config,
-        cache=start.cache,
-        model_config=MODEL,
-        max_new_tokens=NEW,
-    )
+    run = functools.partial(generate, weights, max_new_tokens=NEW, **options)
+    start = run(first, lengths=lengths, max_tokens=CAPACITY)
+    turn = run(second, lengths=more, cache=start.cache)
     # Repeat the history step by step: a prompt, decoded tokens, a prompt.
-    cache = init_cache(MODEL, config, batch=3, max_tokens=CAPACITY)
+    cache = init_cache(MODEL, POLICIES["paper"], batch=3, max_tokens=CAPACITY)
     _, cache = prefill(weights, first, cache, lengths=lengths, **options)
     for token in start.tokens.T:
         _, cache = decode_step(weights, token, cache, **options)
@@ -194,49 +179,18 @@ def test_a_conversation_continues_from_the_returned_cache(weights):
     chex.assert_trees_all_equal(turn.cache.lengths, cache.lengths + NEW)
 
 
-@pytest.mark.parametrize("name", ["paper", pytest.param("one_hop", marks=slow)])
-def test_chunked_prefill_is_one_shot_prefill(weights, name):
+def test_padding_on_the_left_and_buckets_do_not_change_the_result(weights):
     tokens, lengths = prompts(*LENGTHS)
-    options = {"model_config": MODEL, "policy": POLICIES[name], "return_selection": True}
-    results = []
-    for chunk_size in (None, 32):
-        cache = init_cache(MODEL, POLICIES[name], batch=3, max_tokens=CAPACITY)
-        results.append(
-            prefill(weights, tokens, cache, lengths=lengths, chunk_size=chunk_size, **options)
-        )
-    (whole, _, selection), (chunked, _, pieces) = results
-    np.testing.assert_allclose(chunked, whole, **tolerance("logits"))
-    rows = -(-max(LENGTHS) // 16)
-    # Compare rows of real tokens; rows of padding mean nothing.
-    is_real = (np.arange(rows)[None] * 16 < lengths[:, None])[None, :, None]
-    np.testing.assert_array_equal(
-        np.where(is_real, pieces.counts[..., :rows], 0),
-        np.where(is_real, selection.counts[..., :rows], 0),
-    )
-    np.testing.assert_array_equal(
-        np.where(is_real[..., None], pieces.ids[..., :rows, :], 0),
-        np.where(is_real[..., None], selection.ids[..., :rows, :], 0),
-    )
-
-
-def test_left_padded_prompts_give_what_right_padded_prompts_give(weights):
-    tokens, lengths = prompts(*LENGTHS)
-    left = np.stack(
-        [np.roll(row, max(LENGTHS) - n) for row, n in zip(tokens, lengths, strict=True)]
-    )
+    rows = zip(tokens, lengths, strict=True)
+    left = np.stack([np.roll(row, max(LENGTHS) - length) for row, length in rows])
     mask = np.arange(max(LENGTHS))[None] >= max(LENGTHS) - lengths[:, None]
     run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW, max_tokens=CAPACITY)
-    chex.assert_trees_all_equal(
-        run(weights, left, attention_mask=mask.astype(np.int32)).tokens,
-        run(weights, tokens, lengths=lengths).tokens,
-    )
-
-
-def test_buckets_do_not_change_the_result(weights):
-    tokens, lengths = prompts(*LENGTHS)
-    run = make_generate(MODEL, POLICIES["paper"], max_new_tokens=NEW, max_tokens=CAPACITY)
-    exact = generate(weights, tokens, lengths=lengths, policy=POLICIES["paper"], **OPTIONS)
-    chex.assert_trees_all_equal(run(weights, tokens, lengths=lengths).tokens, exact.tokens)
+    exact = generate(weights, tokens, lengths=lengths, policy=POLICIES["paper"], **OPTIONS).tokens
+    for found in (
+        run(weights, left, attention_mask=mask.astype(np.int32)),
+        run(weights, tokens, lengths=lengths),
+    ):
+        chex.assert_trees_all_equal(found.tokens, exact)
 
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("paper", marks=slow)])
@@ -279,51 +233,21 @@ def test_forward_gives_the_logits_that_prefill_gives(weights):
     np.testing.assert_allclose(last, logits, **tolerance("logits"))
 
 
-@pytest.mark.slow
-def test_prefill_in_unaligned_pieces_is_prefill_of_the_whole_when_dense(weights):
-    prompt, _ = prompts(100)
-    config = POLICIES["dense"]
-    options = {"model_config": MODEL, "policy": config}
-    whole = forward(weights, prompt, model_config=MODEL)
-    cache = init_cache(MODEL, config, batch=1, max_tokens=112)
-    for piece in np.split(prompt, [25, 50, 75], axis=1):  # one shape, one program
-        logits, cache = prefill(weights, piece, cache, **options)
-    np.testing.assert_allclose(logits, whole[:, -1], **tolerance("logits"))
-
-
-def test_the_selection_holds_the_sink_and_the_diagonal_in_every_layer(weights):
-    tokens, lengths = prompts(*LENGTHS)
-    cache = init_cache(MODEL, POLICIES["paper"], batch=3, max_tokens=CAPACITY)
-    options = {"model_config": MODEL, "policy": POLICIES["paper"], "return_selection": True}
-    _, _, selection = prefill(weights, tokens, cache, lengths=lengths, **options)
-    assert selection.ids.shape[:3] == (3, 3, 1) and selection.ids.shape[3] >= 7
-    ids, counts = np.asarray(selection.ids)[:, :, 0], np.asarray(selection.counts)[:, :, 0]
-    for layer, sequence in np.ndindex(3, 3):
-        for row in range(-(-LENGTHS[sequence] // 16)):
-            chosen = ids[layer, sequence, row, : counts[layer, sequence, row]]
-            assert chosen[0] == 0 and chosen[-1] == row
-            assert (np.diff(chosen) > 0).all()
-
-
 def test_density_counts_dense_layers_and_both_phases(weights):
     prompt, lengths = prompts(LENGTHS[0])
-    options = {"lengths": lengths, **OPTIONS}
-    density = generate(weights, prompt, policy=POLICIES["paper"], **options).measured_density
-    assert float(density.prefill[0]) == 1.0 and float(density.decode[0]) == 1.0
-    assert (np.asarray(density.prefill[1:]) < 0.6).all()
-    assert (np.asarray(density.decode[1:]) < 0.6).all()
-    dense_decode = generate(
-        weights, prompt, policy=POLICIES["paper"], phase="prefill", **options
-    ).measured_density
-    assert (np.asarray(dense_decode.decode) == 1.0).all()
-    chex.assert_trees_all_equal(dense_decode.prefill, density.prefill)
+    run = functools.partial(generate, weights, prompt, policy=POLICIES["paper"], lengths=lengths)
+    both, prefill = (run(phase=phase, **OPTIONS).measured_density for phase in ("both", "prefill"))
+    for density in (both.prefill, both.decode):
+        assert float(density[0]) == 1.0 and (np.asarray(density[1:]) < 0.6).all()
+    assert (np.asarray(prefill.decode) == 1.0).all()
+    chex.assert_trees_all_equal(prefill.prefill, both.prefill)
 
 
-def test_half_precision_runs_and_stays_near_float32(weights):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
+def test_half_precision_stays_near_float32_and_finite(weights, dtype):
     prompt, _ = prompts(100)
-    expected = forward(weights, prompt, model_config=MODEL)
-    half = forward(
-        jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights), prompt, model_config=MODEL
-    )
-    error = np.sqrt(np.mean((half - expected) ** 2) / np.mean(expected**2))
-    assert error < 0.05
+    half = jax.tree.map(lambda x: x.astype(dtype), weights)
+    expected, found = (forward(x, prompt, model_config=MODEL) for x in (weights, half))
+    assert np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)) < 0.05
+    sparse = forward(half, prompt, model_config=MODEL, policy=POLICIES["damped"])
+    assert sparse.dtype == jnp.float32 and np.isfinite(sparse).all()

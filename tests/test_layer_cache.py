@@ -28,11 +28,7 @@ CONFIGS = {
     ),
     "paper": tiny.POLICIES["paper"],
 }
-SHAPE = {
-    "num_heads": MODEL.num_heads,
-    "num_kv_heads": MODEL.num_kv_heads,
-    "head_dim": MODEL.head_dim,
-}
+SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}  # as the model's
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -91,11 +87,9 @@ def test_layers_with_their_own_caches_are_the_model(name):
     found, caches, own = own_model(params, jnp.asarray(tokens), lengths, caches, config=config)
     for step in range(3):
         if step:
-            token = jnp.array([step, 7], jnp.int32)
+            token, one = jnp.array([step, 7], jnp.int32), jnp.ones_like(lengths)
             wanted, cache, lists = decode_step(params, token, cache, **where)
-            found, caches, own = own_model(
-                params, token[:, None], jnp.ones_like(lengths), caches, config=config
-            )
+            found, caches, own = own_model(params, token[:, None], one, caches, config=config)
         np.testing.assert_allclose(found, wanted, **tolerance("logits"))
         rows = lists.counts.shape[-1]
         counts, ids = np.asarray(lists.counts), np.asarray(lists.ids)
@@ -105,13 +99,11 @@ def test_layers_with_their_own_caches_are_the_model(name):
         np.testing.assert_array_equal(own.counts[is_row], counts[is_row])
         np.testing.assert_array_equal(own.ids[is_listed], ids[is_listed])
         keys = np.concatenate([caches[0].key[None], caches[1].key])
-        assert all(
-            np.array_equal(cache.lengths, x) for x in (caches[0].lengths, *caches[1].lengths)
-        )
+        for own_lengths in (caches[0].lengths, *caches[1].lengths):
+            np.testing.assert_array_equal(own_lengths, cache.lengths)
         for row, length in enumerate(np.asarray(cache.lengths)):
-            np.testing.assert_allclose(
-                keys[:, row, :length], cache.key[:, row, :length], **tolerance("logits")
-            )
+            pair = (x[:, row, :length] for x in (keys, cache.key))
+            np.testing.assert_allclose(*pair, **tolerance("logits"))
 
 
 def test_a_sequence_that_has_ended_stays_as_it_is():
@@ -119,11 +111,10 @@ def test_a_sequence_that_has_ended_stays_as_it_is():
     query = jax.random.normal(jax.random.key(0), (2, 1, 4, 16))
     key = query[:, :, :2]
     cache = init_layer_cache(2, 32, policy=config, **SHAPE)
-    _, cache, _ = sketchwalk_cached_attention(query, key, key, cache, policy=config)
+    attend = functools.partial(sketchwalk_cached_attention, query, key, key, policy=config)
+    _, cache, _ = attend(cache)
     before = jax.tree.map(np.asarray, cache)
-    out, cache, _ = sketchwalk_cached_attention(
-        query, key, key, cache, policy=config, lengths=jnp.array([1, 0], jnp.int32)
-    )
+    out, cache, _ = attend(cache, lengths=jnp.array([1, 0], jnp.int32))
     assert cache.lengths.tolist() == [2, 1] and np.isfinite(out[0]).all()
     for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(one[1], other[1])
@@ -133,31 +124,33 @@ def test_a_sequence_that_has_ended_stays_as_it_is():
 def test_what_does_not_fit_is_said():
     config = CONFIGS["paper"]
     query = jnp.ones((2, 40, 4, 16))
-    key = query[:, :, :2]
-    call = functools.partial(sketchwalk_cached_attention, query, key, key)
-    cache = init_layer_cache(2, 32, policy=config, **SHAPE)
-    with pytest.raises(ValueError, match="cache must have room for 40 tokens, got one of 32"):
-        call(cache, policy=config)
-    with pytest.raises(ValueError, match="cache must be from init_layer_cache with this policy"):
-        call(cache, policy=CONFIGS["recommended"])
-    with pytest.raises(ValueError, match="cache must hold keys like key's"):
-        call(init_layer_cache(1, 48, policy=config, **SHAPE), policy=config)
-    with pytest.raises(ValueError, match="cache must be a LayerCache"):
-        call(None, policy=config)
-    with pytest.raises(ValueError, match="policy must be a policy"):
-        call(cache, policy="paper")
-    with pytest.raises(ValueError, match="head_dim must be a positive integer"):
-        init_layer_cache(2, 32, policy=config, **(SHAPE | {"head_dim": 0}))
-    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads, got 33"):
-        init_layer_cache(2, 32, policy=config, **(SHAPE | {"num_heads": 33}))
+    make = functools.partial(init_layer_cache, policy=config, **SHAPE)
+    cache = make(2, 32)
+    for options, message in (
+        ({}, "cache must have room for 40 tokens, got one of 32"),
+        (
+            {"policy": CONFIGS["recommended"]},
+            "cache must be from init_layer_cache with this policy",
+        ),
+        ({"cache": make(1, 48)}, "cache must hold keys like key's"),
+        ({"cache": None}, "cache must be a LayerCache"),
+        ({"policy": "paper"}, "policy must be a policy"),
+    ):
+        call = {"key": query[:, :, :2], "value": query[:, :, :2], "cache": cache, "policy": config}
+        with pytest.raises(ValueError, match=message):
+            sketchwalk_cached_attention(query, **call | options)
+    for size, message in (
+        ({"head_dim": 0}, "head_dim must be a positive integer"),
+        ({"num_heads": 33}, "num_heads must be a multiple of num_kv_heads, got 33"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(2, 32, **size)
 
 
 @pytest.mark.slow
 def test_a_walk_is_started_where_none_is_given():
-    config = SketchWalkConfig.recommended(block_size=16, density=0.5, min_tokens=64)
-    x = jax.random.normal(jax.random.key(0), (1, 80, 2, 16))
-    cache = init_layer_cache(1, 80, num_heads=2, num_kv_heads=2, head_dim=16, policy=config)
-    attend = jax.jit(sketchwalk_cached_attention, static_argnames="policy")
-    out, cache, _ = attend(x, x, x, cache, policy=config)
-    wanted, _ = jax.jit(sketchwalk_attention, static_argnames="policy")(x, x, x, policy=config)
+    config, x = CONFIGS["recommended"], jax.random.normal(jax.random.key(0), (1, 80, 4, 16))
+    cache = init_layer_cache(1, 80, policy=config, **SHAPE | {"num_kv_heads": 4})
+    out, _, _ = sketchwalk_cached_attention(x, x, x, cache, policy=config)
+    wanted, _ = sketchwalk_attention(x, x, x, policy=config)
     np.testing.assert_allclose(out, wanted, **tolerance("attention"))

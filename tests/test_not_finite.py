@@ -9,7 +9,6 @@ import kernel_draws
 import numpy as np
 import policy_runs
 import pytest
-import reference
 import tiny
 from attention_cases import AttentionKernelCase
 from variants import slow_unless
@@ -18,10 +17,8 @@ from sketchwalk_jax import (
     BlockSelection,
     Dense,
     SketchWalkConfig,
-    algorithm,
     forward,
     generate,
-    init_cache,
     sketchwalk_attention,
 )
 from sketchwalk_jax.attention.api import (
@@ -34,7 +31,6 @@ from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
 from sketchwalk_jax.policies.recommended import RecommendedConfig
-from sketchwalk_jax.selection import select_blocks
 
 SIZE, LENGTH, NUM_LAYERS, HEADS, HEAD_DIM = 16, 160, 3, (4, 2), 16
 BAD = 85  # the token; rows of earlier blocks must not change
@@ -82,72 +78,53 @@ def spoiled(where, what):
     return list(arrays.values())
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def run(query, key, value, *, config):
-    """Returns lists, walk states and outputs of every layer."""
-    batch, num_blocks = query.shape[1], LENGTH // config.block_size
-    lengths = jnp.full((batch,), LENGTH, jnp.int32)
-    first = jnp.zeros_like(lengths)
-    span = Span(first, jnp.ones((batch, LENGTH), bool), lengths, lengths)
-    walk = config.init_walk(batch=batch, num_rows=num_blocks, num_blocks=num_blocks)
-    statistics = policy_runs.empty_statistics(config, query, key, num_blocks)
-
-    def step(walk, layer):
-        *own, one, index = layer
-        one = config.observe(own[0], own[1], one, span=span)
-        lists, walk = config.select(own[0], key, one, walk, layer=index, span=span)
-        out, _ = attend_rows(
-            *own, lists, first_block=first, layer=None, kv_lengths=lengths, implementation="xla"
-        )
-        state = None if walk is None else walk.scores
-        return walk, (lists.ids[:, 0], lists.counts[:, 0], out, state)
-
-    layers = (query, key, value, statistics, jnp.arange(NUM_LAYERS, dtype=jnp.int32))
-    return jax.lax.scan(step, walk, layers)[1]
-
-
-def by_layer(found):
-    """Splits a run's results by layer, as NumPy arrays."""
-    found = jax.tree.map(np.asarray, found)
-    return [jax.tree.map(lambda x, layer=layer: x[layer], found) for layer in range(NUM_LAYERS)]
-
-
 @functools.cache
-def clean(name):
-    return by_layer(run(*draw(), config=POLICIES[name]))
+def lists(name, bad=None):
+    """Returns every layer's lists of both sequences, by row."""
+    query, key, _ = draw() if bad is None else spoiled(*BAD_TOKENS[bad])
+    return policy_runs.prefill_rows(POLICIES[name], query, key, [LENGTH] * 2)[0]
 
 
-def assert_forced(config, ids, counts):
-    """Checks that every row lists its first and last blocks, ascending and without repetition."""
+@pytest.mark.parametrize("bad", [name for name in BAD_TOKENS if "value" not in name])
+@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, POLICIES))
+def test_lists_before_a_bad_token_are_equal_and_all_have_their_forced_blocks(name, bad):
+    config = POLICIES[name]
     blocks = getattr(config, "sink_blocks", 1), getattr(config, "local_blocks", 1)
     sink, local = getattr(config, "forced", blocks)
-    pages = getattr(config, "pages", 1)
-    for row in range(LENGTH // config.block_size):
-        kept, end = np.asarray(ids)[row, : int(counts[row])].tolist(), (row + 1) * pages
-        assert kept == sorted(set(kept)) and max(kept) == end - 1
-        assert {*range(min(sink, end)), *range(max(0, end - local), end)} <= set(kept)
-
-
-@pytest.mark.parametrize("bad", BAD_TOKENS)
-@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, POLICIES))
-def test_rows_before_a_bad_token_are_bit_equal_and_forced_blocks_stay(name, bad):
-    config, wanted = POLICIES[name], clean(name)
-    found = by_layer(run(*spoiled(*BAD_TOKENS[bad]), config=config))
     # Rows of the published code depend on later blocks.
-    size = config.block_size
-    rows = 0 if name == "released" and "value" not in bad else BAD // size
-    for (ids, counts, out, state), expected in zip(found, wanted, strict=True):
-        plain_ids, plain_counts, plain_out, plain_state = expected
-        for sequence, upto in ((0, rows), (1, LENGTH // size)):
-            np.testing.assert_array_equal(ids[sequence, :upto], plain_ids[sequence, :upto])
-            np.testing.assert_array_equal(counts[sequence, :upto], plain_counts[sequence, :upto])
-            tokens = slice(0, upto * size)
-            np.testing.assert_array_equal(out[sequence, tokens], plain_out[sequence, tokens])
-            if state is not None:
-                np.testing.assert_array_equal(state[sequence, :upto], plain_state[sequence, :upto])
-            assert_forced(config, ids[sequence], counts[sequence])
-        assert np.isfinite(out[0, : BAD_ROW * SIZE]).all()
-        assert state is None or np.isfinite(state).all()
+    before = 0 if name == "released" else BAD // config.block_size
+    for found, wanted in zip(lists(name, bad), lists(name), strict=True):
+        assert found[0][:before] == wanted[0][:before]
+        assert found[1] == wanted[1]
+        for row, kept in enumerate(found[0]):
+            end = (row + 1) * getattr(config, "pages", 1)
+            assert kept == sorted(set(kept)) and max(kept) == end - 1
+            assert {*range(min(sink, end)), *range(max(0, end - local), end)} <= set(kept)
+
+
+# Selection is block-causal: rows of the bad token's own block may list other blocks.
+CALLS = {name: config for name, config in POLICIES.items() if name != "released"}
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def call(query, key, value, *, config):
+    return sketchwalk_attention(query, key, value, policy=config, implementation="xla")[0]
+
+
+@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, CALLS))
+def test_a_layer_is_equal_in_earlier_blocks_and_finite_before_a_bad_token(name):
+    rng, arrays = np.random.default_rng(0), [x[0] for x in draw()]
+    plain = call(*arrays, config=CALLS[name])
+    for which, what in ((2, np.nan), (2, np.inf), (1, np.nan), (1, np.inf), (0, np.nan)):
+        position, head = int(rng.integers(LENGTH)), int(rng.integers(HEADS[1]))
+        bad = [x.copy() for x in arrays]
+        bad[which][0, position, head] = what
+        out = call(*bad, config=CALLS[name])
+        upto = position // SIZE * SIZE
+        np.testing.assert_array_equal(out[0, :upto], plain[0, :upto])
+        np.testing.assert_array_equal(out[1], plain[1])
+        assert np.isfinite(out[0, :position]).all()
+        assert not np.isfinite(out[0, position]).all() or what == np.inf and which == 1
 
 
 @pytest.mark.parametrize("bad", ["key nan", "query inf"])
@@ -173,59 +150,6 @@ def test_decoded_tokens_keep_their_forced_blocks(name, bad):
         assert [layer[1] for layer in one] == [layer[1] for layer in other]
         if name != "released":
             assert [len(layer[0]) for layer in one] == [len(layer[0]) for layer in other]
-
-
-REFERENCE = {name: POLICIES[name] for name in ("paper", "relu", "damped", "one_hop")}
-
-
-@pytest.mark.parametrize("bad", ["key nan", "key inf", "query nan"])
-@pytest.mark.parametrize("name", slow_unless(("paper", "damped").__contains__, REFERENCE))
-def test_the_reference_leaves_the_same_rows_alone(name, bad):
-    config, upto = POLICIES[name], slice(0, BAD_ROW)
-    layers = []
-    with np.errstate(invalid="ignore"):
-        for arrays in (draw(), spoiled(*BAD_TOKENS[bad])):
-            one = [list(x[:, 0]) for x in arrays]
-            layers.append(reference.run_layers(*one, config))
-    for plain, other in zip(*layers, strict=True):
-        assert other.rows[upto] == plain.rows[upto]
-        np.testing.assert_array_equal(other.walk[upto], plain.walk[upto])
-        tokens = slice(0, BAD_ROW * SIZE)
-        np.testing.assert_array_equal(other.output[tokens], plain.output[tokens])
-        for row, kept in enumerate(other.rows):
-            assert {0, row} <= set(kept)
-
-
-SCORES = {
-    "nan": [np.nan] * 6,
-    "inf": [np.inf] * 6,
-    "-inf": [-np.inf] * 6,
-    "equal": [2.0] * 6,
-    "mixed": [np.nan, np.inf, -3e38, -np.inf, np.nan, np.nan],
-}
-
-
-@pytest.mark.parametrize("kind", SCORES)
-def test_forced_blocks_outrank_every_score_and_finite_scores_the_others(kind):
-    scores = np.array(SCORES[kind], np.float32)
-    for count in range(3, 7):
-        lists = select_blocks(
-            jnp.asarray(scores)[None, None],
-            jnp.array([[5]], jnp.int32),
-            jnp.array([[count]], jnp.int32),
-            sink_blocks=1,
-            local_blocks=2,
-            max_count=6,
-            block_size=SIZE,
-        )
-        # The lower block wins ties, also among non-finite scores.
-        free = sorted((1, 2, 3), key=lambda j: (not np.isfinite(scores[j]), j))
-        kept = lists.ids[0, 0, 0, :count].tolist()
-        assert kept == sorted([0, 4, 5, *free[: count - 3]])
-        by_rule = algorithm.select_pages(
-            jnp.asarray(scores)[None], np.array([5]), np.array([count]), sink=1, local=2
-        )
-        assert np.flatnonzero(by_rule).tolist() == kept
 
 
 @pytest.mark.parametrize("what", [np.nan, np.inf])
@@ -291,65 +215,21 @@ def test_with_lists_given_only_those_who_see_a_bad_token_feel_it(name):
     assert num_reached > 20
 
 
-# Selection is block-causal: rows of the bad token's own block may list other blocks.
-CALLS = {name: config for name, config in POLICIES.items() if name != "released"}
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def call(query, key, value, *, config):
-    return sketchwalk_attention(query, key, value, policy=config, implementation="xla")[0]
-
-
-@pytest.mark.parametrize("name", slow_unless(FEW.__contains__, CALLS))
-def test_a_layer_is_equal_in_earlier_blocks_and_finite_before_a_bad_token(name):
-    rng, arrays = np.random.default_rng(0), [x[0] for x in draw()]
-    plain = call(*arrays, config=CALLS[name])
-    for which, what in ((2, np.nan), (2, np.inf), (1, np.nan), (1, np.inf), (0, np.nan)):
-        position, head = int(rng.integers(LENGTH)), int(rng.integers(HEADS[1]))
-        spoiled = [x.copy() for x in arrays]
-        spoiled[which][0, position, head] = what
-        out = call(*spoiled, config=CALLS[name])
-        upto = position // SIZE * SIZE
-        np.testing.assert_array_equal(out[0, :upto], plain[0, :upto])
-        np.testing.assert_array_equal(out[1], plain[1])
-        assert np.isfinite(out[0, :position]).all()
-        assert not np.isfinite(out[0, position]).all() or what == np.inf and which == 1
-
-
-def plain_attention(query, key, value):
-    """Computes softmax over masked scores of all keys."""
-    key, value = (jnp.repeat(x, HEADS[0] // HEADS[1], axis=2) for x in (key, value))
-    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / HEAD_DIM**0.5
-    is_seen = jnp.tri(query.shape[1], dtype=bool)[None, None]
-    weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e30), axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, value)
-
-
 def listed_attention(query, key, value):
     """Attends to every other block and the own one."""
-    rows = jnp.arange(-(-query.shape[1] // SIZE), dtype=jnp.int32)
-    ids = 2 * rows[None, :] + rows[:, None] % 2
-    is_listed = ids <= rows[:, None]
-    lists = jnp.where(is_listed, ids, len(rows))[None, None]
-    counts = jnp.sum(is_listed, axis=-1, dtype=jnp.int32)[None, None]
-    lists, counts = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (lists, counts))
-    selection = BlockSelection(lists, counts, SIZE)
+    rows = np.arange(LENGTH // SIZE)
+    mask = (rows <= rows[:, None]) & ((rows - rows[:, None]) % 2 == 0)
+    lists = map(jnp.asarray, cases.pack_lists(np.tile(mask, (2, 1, 1, 1))))
+    selection = BlockSelection(*lists, SIZE)
     return block_sparse_attention(query, key, value, selection, implementation="xla")
 
 
-GRADIENTS = {
-    "plain": plain_attention,
-    "dense": functools.partial(dense_attention, implementation="xla"),
-    "lists": listed_attention,
-}
-
-
-@functools.partial(jax.jit, static_argnames="name")
-def gradients_before(position, arrays, *, name):
+@functools.partial(jax.jit, static_argnames="attention")
+def gradients_before(position, arrays, *, attention):
     """Returns gradients of a sum without the first sequence's outputs from a position on."""
 
     def total(arrays):
-        out = GRADIENTS[name](*arrays)
+        out = attention(*arrays)
         is_before = jnp.arange(out.shape[1])[None, :] < jnp.array([position, LENGTH])[:, None]
         weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return jnp.sum(out * jnp.where(is_before[..., None, None], weights, 0.0))
@@ -358,15 +238,13 @@ def gradients_before(position, arrays, *, name):
 
 
 @pytest.mark.parametrize("bad", BAD_TOKENS)
-def test_gradients_of_what_stands_before_a_bad_token_are_those_without_it(bad):
-    where, what = BAD_TOKENS[bad]
-    clean, other = ([x[0] for x in arrays] for arrays in (draw(), spoiled(where, what)))
-    wanted = gradients_before(BAD, other, name="plain")
-    for name in ("dense", "lists"):
-        found, expected = (gradients_before(BAD, x, name=name) for x in (other, clean))
-        for one, without, plain in zip(found, expected, wanted, strict=True):
-            np.testing.assert_array_equal(one, without)
-            assert np.isfinite(one)[np.isfinite(plain)].all()
+@pytest.mark.parametrize("attention", [dense_attention, listed_attention])
+def test_gradients_of_what_stands_before_a_bad_token_are_those_without_it(bad, attention):
+    pair = ([x[0] for x in arrays] for arrays in (draw(), spoiled(*BAD_TOKENS[bad])))
+    expected, found = (gradients_before(BAD, x, attention=attention) for x in pair)
+    for one, without in zip(found, expected, strict=True):
+        assert np.isfinite(without).all()
+        np.testing.assert_array_equal(one, without)
 
 
 MODELS = {
@@ -408,29 +286,20 @@ def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name
         np.testing.assert_array_equal(ids, plain_ids)
 
 
-def observe_and_select(name):
-    """Lists blocks for 50 tokens and one more, operation by operation."""
-    policy, queries = by_name(name, block_size=SIZE), jnp.ones((1, 64, *HEADS[:1], HEAD_DIM))
-    key, end = queries[:, :, : HEADS[1]], jnp.full((1,), 50, jnp.int32)
-    shape = LayerShape(*HEADS, HEAD_DIM)
-    statistics = policy.init_statistics(shape, batch=1, num_blocks=4)
-    columns = jnp.arange(64, dtype=jnp.int32)[None]
-    spans = Span(jnp.zeros_like(end), columns < 50, end, end), Span.of_tokens(end, SIZE)
-    for span, query, new in zip(spans, (queries, queries[:, :1]), (key, key[:, :1]), strict=True):
-        statistics = policy.observe(query, new, statistics, span=span)
-        if span.phase in policy.phases:
-            layer = jnp.zeros((), jnp.int32)
-            policy.select(query, key[None], statistics, None, layer=layer, span=span)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["quest", "minference", "flexprefill"])
+@pytest.mark.parametrize(
+    "name", slow_unless("quest".__eq__, ["quest", "minference", "flexprefill"])
+)
 def test_policies_need_no_infinities(name):
+    """Lists blocks for 50 tokens and one more, operation by operation."""
+    policy, query = by_name(name, block_size=SIZE), jnp.ones((1, 64, HEADS[0], HEAD_DIM))
+    key, end = query[:, :, : HEADS[1]], jnp.full((1,), 50, jnp.int32)
+    columns, layer = jnp.arange(64, dtype=jnp.int32)[None], jnp.zeros((), jnp.int32)
     with jax.debug_infs(True):
-        observe_and_select(name)
-
-
-def test_a_cache_of_quest_has_no_infinities():
-    with jax.debug_infs(True):
-        cache = init_cache(tiny.MODEL, by_name("quest"), batch=1, max_tokens=16)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(cache.statistics))
+        statistics = policy.init_statistics(LayerShape(*HEADS, HEAD_DIM), batch=1, num_blocks=4)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(statistics))
+        spans = Span(jnp.zeros_like(end), columns < 50, end, end), Span.of_tokens(end, SIZE)
+        for span, count in zip(spans, (64, 1), strict=True):
+            own = query[:, :count], key[:, :count]
+            statistics = policy.observe(*own, statistics, span=span)
+            if span.phase in policy.phases:
+                policy.select(own[0], key[None], statistics, None, layer=layer, span=span)

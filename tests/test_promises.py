@@ -14,6 +14,7 @@ from variants import slow_unless
 from sketchwalk_jax import (
     Sampling,
     SketchWalkConfig,
+    algorithm,
     decode_step,
     forward,
     generate,
@@ -192,35 +193,31 @@ def test_two_threads_get_what_one_gets(weights, sampling):
         np.testing.assert_array_equal(found[index], expected[index % 2])
 
 
-def forced(scores, count):
-    """Returns the list of row 5 with one block forced at each end."""
-    lists = select_blocks(
-        jnp.asarray([[scores]], jnp.float32),
-        jnp.array([[5]], jnp.int32),
-        jnp.array([[count]], jnp.int32),
-        sink_blocks=1,
-        local_blocks=1,
-        max_count=6,
-        block_size=SIZE,
-    )
-    assert (np.asarray(lists.ids)[0, 0, 0, count:] == len(scores)).all()
-    return lists.ids[0, 0, 0, :count].tolist()
-
-
+@pytest.mark.parametrize("local_blocks", [1, 2])
 @pytest.mark.parametrize(
-    ("scores", "count", "expected"),
+    "scores",
     [
-        ([0, 1, 1, 1, 1, 0, 9], 4, [0, 1, 2, 5]),
-        ([0, -0.0, 0.0, -0.0, 0.0, 0, 9], 4, [0, 1, 2, 5]),
-        ([0, 1, np.nan, 2, np.inf, 0, 9], 4, [0, 1, 3, 5]),
-        ([0, np.nan, -3e38, np.inf, -np.inf, 0, 9], 3, [0, 2, 5]),
-        ([np.nan, np.nan, -np.inf, np.inf, np.nan, np.nan, np.nan], 4, [0, 1, 2, 5]),
+        [0, 1, 1, 1, 1, 0, 9],
+        [0, -0.0, 0.0, -0.0, 0.0, 0, 9],
+        [0, 1, np.nan, 2, np.inf, 0, 9],
+        [0, np.nan, -3e38, np.inf, -np.inf, 0, 9],
+        [np.nan, np.nan, -np.inf, np.inf, np.nan, np.nan, np.nan],
+        *([what] * 7 for what in (np.nan, np.inf, -np.inf)),
     ],
 )
-def test_ties_go_to_the_lower_block_and_scores_that_are_not_finite_rank_last(
-    scores, count, expected
-):
-    assert forced(scores, count) == expected
+def test_forced_blocks_win_then_finite_scores_and_ties_go_to_the_lower_block(scores, local_blocks):
+    """Lists row 5 with the first block and the last ones forced."""
+    options = {"sink_blocks": 1, "local_blocks": local_blocks, "block_size": SIZE}
+    row, array = jnp.array([[5]], jnp.int32), jnp.asarray(scores, jnp.float32)
+    rest = range(1, 6 - local_blocks)
+    ranked = sorted(rest, key=lambda j: (-scores[j] if np.isfinite(scores[j]) else np.inf, j))
+    for count in range(1 + local_blocks, 7):
+        lists = select_blocks(array[None, None], row, jnp.array([[count]]), max_count=6, **options)
+        expected = sorted([0, *ranked[: count - 1 - local_blocks], *range(6 - local_blocks, 6)])
+        assert lists.ids[0, 0, 0].tolist() == expected + [len(scores)] * (6 - count)
+        sizes = {"sink": 1, "local": local_blocks}
+        by_rule = algorithm.select_pages(array[None], np.array([5]), np.array([count]), **sizes)
+        assert np.flatnonzero(by_rule).tolist() == expected
 
 
 def rows(length, used=0):
@@ -230,21 +227,13 @@ def rows(length, used=0):
 @pytest.mark.parametrize("chunk_size", [None, 32])
 @pytest.mark.parametrize("used", [0, 20])
 def test_a_selection_has_the_rows_of_the_prompt_and_no_others(weights, used, chunk_size):
-    config, tokens = CONFIGS["paper"], prompts(40, 20)[0]
-    lengths = np.array([40, 20], np.int32)
-    options = {"model_config": MODEL, "policy": config}
-    cache = init_cache(MODEL, config, batch=2, max_tokens=CAPACITY)
+    tokens, lengths = prompts(40, 20)
+    options = {"model_config": MODEL, "policy": CONFIGS["paper"]}
+    cache = init_cache(MODEL, CONFIGS["paper"], batch=2, max_tokens=CAPACITY)
     if used:
         _, cache = prefill(weights, prompts(used, used)[0], cache, **options)
-    selection = prefill(
-        weights,
-        tokens,
-        cache,
-        lengths=lengths,
-        chunk_size=chunk_size,
-        return_selection=True,
-        **options,
-    )[2]
+    options |= {"lengths": lengths, "chunk_size": chunk_size, "return_selection": True}
+    selection = prefill(weights, tokens, cache, **options)[2]
     assert selection.counts.shape[3] == rows(40, used) == selection.ids.shape[3]
     counts, ids = np.asarray(selection.counts)[:, :, 0], np.asarray(selection.ids)[:, :, 0]
     assert (counts[:, 0] > 0).all() and (counts[:, 1, : rows(20, used)] > 0).all()

@@ -159,20 +159,8 @@ def test_top_p_of_equal_tokens_is_not_moved_by_rounding(count: int):
     assert kept == [-(-count // 4), -(-count // 2), -(-3 * count // 4)]
 
 
-def test_each_sequence_has_its_own_settings():
-    logits = jnp.tile(jnp.array([0.0, 3.0, 1.0, 2.0]), (4, 1))
-    sampling = Sampling(
-        temperature=[0.0, 1.0, 1.0, 2.0], top_k=[0, 2, 0, 0], min_p=[0.0, 0.0, 0.2, 0.0]
-    )
-    processed = process(logits, sampling, unseen(logits))
-    no = -np.inf
-    expected = [[no, 3, no, no], [no, 3, no, 2], [no, 3, no, 2], [0, 1.5, 0.5, 1]]
-    np.testing.assert_array_equal(processed, np.array(expected, np.float32))
-
-
 def test_batched_draws_equal_single_draws():
-    batch, vocab_size = 5, 300
-    logits = 2.0 * jax.random.normal(jax.random.key(1), (batch, vocab_size))
+    logits = 2.0 * jax.random.normal(jax.random.key(1), (5, 300))
     seen = jax.random.bernoulli(jax.random.key(2), 0.5, logits.shape)
     fields = {
         "temperature": [0.0, 0.5, 1.0, 2.0, 1.0],
@@ -180,19 +168,13 @@ def test_batched_draws_equal_single_draws():
         "top_p": [1.0, 0.9, 1.0, 0.5, 1.0],
         "repetition_penalty": [1.2, 1.0, 1.0, 1.1, 1.0],
     }
-    keys = sequence_keys(jax.random.key(3), batch=batch)
+    keys = sequence_keys(jax.random.key(3), batch=5)
     together = draw(logits, Sampling(**fields), seen, keys)
-    alone = [
-        draw(
-            logits[b : b + 1],
-            Sampling(**{name: values[b] for name, values in fields.items()}),
-            seen[b : b + 1],
-            keys[b : b + 1],
-        )[0]
-        for b in range(batch)
-    ]
-    np.testing.assert_array_equal(together, np.array(alone))
     assert together.dtype == jnp.int32
+    for row, token in enumerate(together):
+        own = Sampling(**{name: values[row] for name, values in fields.items()})
+        one = slice(row, row + 1)
+        assert draw(logits[one], own, seen[one], keys[one])[0] == token
 
 
 @pytest.mark.parametrize(
@@ -242,44 +224,35 @@ def test_half_precision_logits_are_processed_in_float32():
 
 
 @pytest.mark.unchecked
-def test_new_values_of_any_type_do_not_compile_anew():
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [
+            (0, 3),
+            (0.5, np.int64(4)),
+            (np.float64(0.7), jnp.int32(2)),
+            (np.float16(0.5), 10**9),
+            (jnp.asarray(0.5), jnp.asarray(3)),
+            (jnp.bfloat16(1.5), np.uint8(3)),
+        ],
+        [([0, 1], 3), ([0.5, 0.6], 0), (np.array([1.0, 2.0]), 5), (jnp.array([0.0, 1.0]), 1)],
+    ],
+    ids=["one for all", "one for each sequence"],
+)
+def test_new_values_of_any_type_do_not_compile_anew(settings):
     chex.clear_trace_counter()
     traced = jax.jit(chex.assert_max_traces(sample, n=1))
     logits, keys = jnp.ones((2, 8)), sequence_keys(jax.random.key(0), batch=2)
-    for temperature, top_k in (
-        (0, 3),
-        (0.5, np.int64(4)),
-        (np.float64(0.7), jnp.int32(2)),
-        (np.float16(0.5), 10**9),
-        (jnp.asarray(0.5), jnp.asarray(3)),
-        (jnp.bfloat16(1.5), np.uint8(3)),
-    ):
+    for temperature, top_k in settings:
         traced(logits, Sampling(temperature=temperature, top_k=top_k), unseen(logits), keys)
-
-
-@pytest.mark.unchecked
-def test_one_value_for_each_sequence_of_any_type_compiles_once():
-    chex.clear_trace_counter()
-    traced = jax.jit(chex.assert_max_traces(sample, n=1))
-    logits, keys = jnp.ones((2, 8)), sequence_keys(jax.random.key(0), batch=2)
-    for temperature in ([0, 1], [0.5, 0.6], np.array([1.0, 2.0]), jnp.array([0.0, 1.0])):
-        traced(logits, Sampling(temperature=temperature), unseen(logits), keys)
 
 
 def test_sampling_passes_through_jax_transformations():
     sampling = Sampling(temperature=[0.5, 0.0], top_k=3)
     leaves, structure = jax.tree.flatten(sampling)
-    assert [(leaf.dtype.name, leaf.shape) for leaf in leaves] == [
-        ("float32", (2,)),
-        ("int32", ()),
-        ("float32", ()),
-        ("float32", ()),
-        ("float32", ()),
-    ]
-    placeholders = jax.tree.unflatten(structure, [object()] * 5)
-    assert isinstance(placeholders, Sampling)
-    shapes = jax.eval_shape(jax.jit(lambda s: s), sampling)
-    assert isinstance(shapes, Sampling)
+    types = [(leaf.dtype.name, leaf.shape) for leaf in leaves]
+    assert types == [("float32", (2,)), ("int32", ())] + [("float32", ())] * 3
+    assert isinstance(jax.tree.unflatten(structure, [object()] * 5), Sampling)
     carried, _ = jax.lax.scan(lambda s, _: (s, None), sampling, length=2)
     chex.assert_trees_all_equal(carried, sampling)
 
@@ -337,22 +310,16 @@ def test_sequence_keys_do_not_depend_on_the_batch():
         sequence_keys(many, batch=3)
 
 
-def test_seen_tokens_are_those_within_the_lengths():
+def test_seen_tokens_are_those_within_the_lengths_and_those_marked_one_by_one():
     rng = np.random.default_rng(0)
     tokens = rng.integers(-2, 12, (4, 15))
     lengths = np.array([0, 1, 7, 15])
     seen = seen_tokens(jnp.asarray(tokens), jnp.asarray(lengths), vocab_size=10)
-    expected = [
-        [token in tokens[b, : lengths[b]] for token in range(10)] for b in range(len(lengths))
-    ]
+    rows = zip(tokens, lengths, strict=True)
+    expected = [[token in row[:length] for token in range(10)] for row, length in rows]
     np.testing.assert_array_equal(seen, expected)
-
-
-def test_marking_tokens_one_by_one_equals_seeing_them_together():
-    tokens = jnp.array([[3, 1, 3], [0, -1, 99]])
-    seen = jnp.zeros((2, 5), bool)
+    marked = jnp.zeros((4, 10), bool)
     for column in tokens.T:
-        seen = mark_seen(seen, column)
-    together = seen_tokens(tokens, jnp.array([3, 3]), vocab_size=5)
-    np.testing.assert_array_equal(seen, together)
-    assert seen.sum(axis=1).tolist() == [2, 1]
+        marked = mark_seen(marked, jnp.asarray(column))
+    together = [[token in row for token in range(10)] for row in tokens]
+    np.testing.assert_array_equal(marked, together)

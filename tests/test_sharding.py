@@ -15,7 +15,8 @@ import pytest
 from checkpoints import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as spec
 from mesh_checks import MESH_MODEL, POLICIES, SIZE
 from tiny import prompts
 from variants import cpu_devices, slow_unless
@@ -29,10 +30,6 @@ from sketchwalk_jax.policies.ranks import Blocks
 
 def mesh(kind: AxisType = AxisType.Auto, **axes: int) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
-
-
-def spec(*names):
-    return PartitionSpec(*names)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +163,19 @@ def devices(program_environment, repository: Path, tmp_path_factory):
         process.stdin.close()  # ends it
 
 
+def call(name: str, *arguments, **options) -> str:
+    """Returns the call of a function of `mesh_checks`."""
+    given = [*map(repr, arguments), *(f"{k}={v!r}" for k, v in options.items())]
+    return f"{name}({', '.join(given)})"
+
+
 @pytest.fixture
 def check(devices: subprocess.Popen):
-    """Calls a function of `mesh_checks` in the process with eight devices."""
+    """Makes a call in the process with eight devices."""
 
-    def check(name: str, *arguments, **options) -> None:
+    def check(call: str) -> None:
         assert devices.stdin is not None and devices.stdout is not None
-        call = ", ".join([*map(repr, arguments), *(f"{k}={v!r}" for k, v in options.items())])
-        print(json.dumps(f"{name}({call})"), file=devices.stdin, flush=True)
+        print(json.dumps(call), file=devices.stdin, flush=True)
         answer = devices.stdout.readline()
         assert answer, "the process has ended"
         if failure := json.loads(answer):
@@ -182,190 +184,122 @@ def check(devices: subprocess.Popen):
     return check
 
 
-_ELSEWHERE = ("dense", "paper", "whole_blocks", "recommended", "quest")
-_OTHERS = [name for name in POLICIES if name not in _ELSEWHERE]
+ALL = {"data": 2, "sequence": 2, "tensor": 2}
+TWO = {"data": 2, "tensor": 4}
+MAIN = ["paper", "recommended", "quest"]
+OTHERS = [name for name in POLICIES if name not in (*MAIN, "dense", "whole_blocks")]
+_OWN = (("block_size", SIZE), ("min_tokens", 4 * SIZE))
+RULES = {
+    "recommended": Rule("sketchwalk", "recommended", 0.4, _OWN),
+    "damped": Rule("sketchwalk", "damped", 0.4),
+    **{name: Rule(name, None, 0.4) for name in ("quest", "oracle", "adamas")},
+}
 
 
-_ALL = {"data": 2, "sequence": 2, "tensor": 2}
-_MAIN = ["paper", "recommended", "quest"]
+def evaluation(*names: str, axes: dict[str, int], **options) -> str:
+    return call("check_evaluation", [RULES[name] for name in names], axes, **options)
 
 
-@pytest.mark.slow
+CHECKS = [
+    call("check_model", ["recommended"], ALL, chunk_size=64),
+    call("check_bytes", ["whole_blocks"], ALL),
+    call("check_products", ALL),
+    call("check_gated_rows", {"data": 2, "sequence": 4}),
+    call("check_types_inside_shard_map"),
+    call("check_types_on_explicit_axes"),
+    call("check_types_of_policies", ["paper"]),
+    call("check_refused_evaluation"),
+]
+LONG_CHECKS = [
+    call("check_lists", ["recommended", "quest"], ALL),
+    call("check_lists", ["paper"], ALL),
+    call("check_lists", OTHERS, TWO),
+    call("check_lists", [*MAIN, "oracle_for_all"], {"tensor": 8}),
+    call("check_lists", [*MAIN, "dense", "one_hop"], {"sequence": 4}),
+    call("check_lists", ["adamas", "quest_for_all"], ALL),
+    call("check_lists", ["recommended", "whole_blocks"], TWO, dtype="bfloat16"),
+    call("check_lists", ["recommended", "whole_blocks"], {"sequence": 2}, dtype="bfloat16"),
+    call("check_model", ["paper"], {"data": 4}),
+    call("check_model", ["quest"], {"tensor": 8}, chunk_size=48),
+    call("check_model", ["whole_blocks", "dense"], {"sequence": 8}),
+    call("check_model", ["recommended"], {"sequence": 2, "tensor": 2}),
+    call("check_model", ["paper"], {"sequence": 2, "tensor": 4}, chunk_size=48),
+    call("check_model", ["quest"], {"data": 2, "sequence": 4}),
+    call("check_steps", "recommended", TWO),
+    call("check_steps", "recommended", {"sequence": 4}),
+    call("check_bytes", ["dense", "paper"], TWO),
+    call("check_bytes", ["dense", "paper"], {"sequence": 4}),
+    call("check_bytes", ["dense", "paper"], ALL),
+    call("check_products", {"tensor": 8}),
+    call("check_inside_shard_map", "recommended", has_models=True),
+    call("check_inside_shard_map", "quest", has_models=False),
+    call("check_types_of_policies", []),
+    call("check_explicit_axes", None),
+    call("check_explicit_axes", "recommended"),
+    evaluation("recommended", axes=ALL, parts=("answers",), phases=("both",)),
+    evaluation("recommended", "quest", axes=ALL),
+    evaluation("damped", "recommended", axes={"sequence": 4}),
+    evaluation("damped", "oracle", "adamas", axes={"tensor": 8}),
+    evaluation("recommended", "quest", axes={"sequence": 4}, parts=("long",)),
+    call("check_calibration", TWO, has_knob=True),
+    call("check_calibration", {"sequence": 2, "tensor": 2}, has_knob=False),
+]
+
+
 @pytest.mark.parametrize(
-    ("names", "axes"),
-    [
-        (["recommended", "quest"], _ALL),
-        pytest.param(["paper"], _ALL, marks=pytest.mark.slow),
-        pytest.param(_OTHERS, {"data": 2, "tensor": 4}, marks=pytest.mark.slow),
-        pytest.param([*_MAIN, "oracle_for_all"], {"tensor": 8}, marks=pytest.mark.slow),
-        pytest.param([*_MAIN, "dense", "one_hop"], {"sequence": 4}, marks=pytest.mark.slow),
-        pytest.param(["adamas", "quest_for_all"], _ALL, marks=pytest.mark.slow),
-    ],
+    "call",
+    slow_unless(CHECKS.__contains__, CHECKS + LONG_CHECKS),
+    ids=lambda call: call.partition("(")[0],
 )
-def test_lists_of_given_queries_and_keys_are_those_of_one_device(check, names, axes):
-    check("check_lists", names, axes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"sequence": 2}])
-def test_lists_in_bfloat16_are_those_of_one_device(check, axes):
-    check("check_lists", ["recommended", "whole_blocks"], axes, dtype="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("names", "axes", "options"),
-    [
-        (["recommended"], _ALL, {"chunk_size": 64}),
-        pytest.param(["paper"], {"data": 4}, {}, marks=pytest.mark.slow),
-        pytest.param(["quest"], {"tensor": 8}, {"chunk_size": 48}, marks=pytest.mark.slow),
-        pytest.param(["whole_blocks", "dense"], {"sequence": 8}, {}, marks=pytest.mark.slow),
-        pytest.param(["recommended"], {"sequence": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
-        pytest.param(
-            ["paper"], {"sequence": 2, "tensor": 4}, {"chunk_size": 48}, marks=pytest.mark.slow
-        ),
-        pytest.param(["quest"], {"data": 2, "sequence": 4}, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_model_on_a_mesh_gives_what_it_gives_on_one_device(check, names, axes, options):
-    check("check_model", names, axes, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"sequence": 4}])
-def test_steps_on_a_mesh_give_what_they_give_on_one_device(check, axes):
-    check("check_steps", "recommended", axes)
-
-
-def test_programs_send_what_is_said(check):
-    check("check_bytes", ["whole_blocks"], _ALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"sequence": 4}, _ALL])
-def test_programs_of_other_policies_send_what_is_said(check, axes):
-    check("check_bytes", ["dense", "paper"], axes)
-
-
-@pytest.mark.parametrize("axes", [_ALL, pytest.param({"tensor": 8}, marks=pytest.mark.slow)])
-def test_ranks_multiply_few_rows_with_their_share_of_the_weights(check, axes):
-    check("check_products", axes)
-
-
-@pytest.mark.parametrize("axes", [{"data": 2, "sequence": 4}])
-def test_ranks_gate_their_own_rows(check, axes):
-    check("check_gated_rows", axes)
-
-
-def test_functions_take_what_varies_inside_a_shard_map_of_the_callers(check):
-    check("check_types_inside_shard_map")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["recommended", "quest"])
-def test_functions_give_inside_a_shard_map_what_they_give_outside(check, name):
-    check("check_inside_shard_map", name, has_models=name == "recommended")
-
-
-def test_attention_takes_what_explicit_axes_spread(check):
-    check("check_types_on_explicit_axes")
-
-
-@pytest.mark.slow
-def test_all_policies_take_what_varies_and_what_explicit_axes_spread(check):
-    check("check_types_of_policies")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [None, "recommended"])
-def test_attention_gives_on_explicit_axes_what_it_gives_on_one_device(check, name):
-    check("check_explicit_axes", name)
-
-
-_RECOMMENDED = Rule(
-    "sketchwalk", "recommended", 0.4, (("block_size", SIZE), ("min_tokens", 4 * SIZE))
-)
-_QUEST = Rule("quest", None, 0.4)
-_DAMPED = Rule("sketchwalk", "damped", 0.4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rules", "axes", "options"),
-    [
-        ([_RECOMMENDED], _ALL, {"probes": False, "phases": ("both",)}),
-        pytest.param([_RECOMMENDED, _QUEST], _ALL, {}, marks=pytest.mark.slow),
-        pytest.param([_DAMPED, _RECOMMENDED], {"sequence": 4}, {}, marks=pytest.mark.slow),
-        pytest.param(
-            [_DAMPED, Rule("oracle", None, 0.4), Rule("adamas", None, 0.4)],
-            {"tensor": 8},
-            {},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_an_evaluation_on_a_mesh_finds_what_it_finds_on_one_device(check, rules, axes, options):
-    check("check_evaluation", rules, axes, **options)
-
-
-@pytest.mark.slow
-def test_long_decoding_on_a_mesh_finds_what_it_finds_on_one_device(check):
-    check("check_long_decode", [_RECOMMENDED, _QUEST], {"sequence": 4})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axes", "has_knob"), [({"data": 2, "tensor": 4}, True), ({"sequence": 2, "tensor": 2}, False)]
-)
-def test_policies_are_set_on_a_mesh_as_on_one_device(check, axes, has_knob):
-    check("check_calibration", axes, has_knob=has_knob)
+def test_a_mesh_gives_what_one_device_gives(check, call):
+    check(call)
 
 
 _CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
 
 
-def test_an_evaluation_is_refused_before_it_begins(check):
-    check("check_refused_evaluation")
-
-
 def test_ranks_read_their_share(check, tmp_path: Path):
     write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT, num_shards=2)
-    check("check_loading", str(tmp_path / "model"), str(tmp_path / "saved"))
+    check(call("check_loading", str(tmp_path / "model"), str(tmp_path / "saved")))
 
 
 @pytest.mark.parametrize("weights", slow_unless("float8".__eq__, ["float8", "int8"]))
 def test_ranks_quantise_what_one_device_would(weights, check, tmp_path: Path):
     write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT)
-    check("check_eight_bits", str(tmp_path / "model"), weights)
+    check(call("check_eight_bits", str(tmp_path / "model"), weights))
+
+
+@pytest.fixture
+def on_meshes(run_python, tmp_path):
+    """Runs the command line with a model on one device and on a mesh; returns what it prints."""
+
+    def run(command: str, text: str, out: str | None = None, **sizes: int) -> list[dict]:
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        write_checkpoint(tmp_path / "model", "llama", tokenizer=True, **heads, **sizes)
+        words, found = [command, "--model", str(tmp_path / "model"), *text.split()], []
+        for name, mesh in {"one": [], "many": ["--mesh", "tensor=2,sequence=2"]}.items():
+            file = tmp_path / f"{name}.json"
+            own = [*words, *mesh, *([out, str(file)] if out else [])]
+            code = f"import sys\nfrom sketchwalk_jax.cli import main\nsys.exit(main({own}))"
+            printed = run_python(code, devices=4)
+            found.append(json.loads(file.read_text() if out else printed))
+        return found
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_command_line_shares_a_model_over_devices(run_python, tmp_path: Path):
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    write_checkpoint(tmp_path / "model", "llama", tokenizer=True, **heads)
-    arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "Walk." * 40]
-    arguments += ["--max-new-tokens", "8", "--json", "--no-compile-cache"]
-    code = "import sys\nfrom sketchwalk_jax.cli import main\nsys.exit(main({}))"
-    meshes = ([], ["--mesh", "tensor=2,sequence=2"])
-    one, many = (
-        json.loads(run_python(code.format(arguments + mesh), devices=4)) for mesh in meshes
-    )
+def test_the_command_line_shares_a_model_over_devices(on_meshes):
+    options = f"--prompt {'Walk.' * 40} --max-new-tokens 8 --json --no-compile-cache"
+    one, many = on_meshes("generate", options)
     assert one["text"] == many["text"]
 
 
 @pytest.mark.slow
-def test_the_command_line_evaluates_on_a_mesh(run_python, tmp_path: Path):
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    write_checkpoint(tmp_path / "model", "llama", tokenizer=True, **heads, num_hidden_layers=2)
-    arguments = "--preset recommended --policy sketchwalk --density 0.5 --tokens 512 --prompts 2"
-    arguments += " --task single_needle --task text_loss --probe-prompts 1"
-    code = "import sys\nfrom sketchwalk_jax.cli import main\nsys.exit(main({}))"
-    found = []
-    for name, mesh in {"one": [], "many": ["--mesh", "tensor=2,sequence=2"]}.items():
-        out = tmp_path / f"{name}.json"
-        words = ["eval", "--model", str(tmp_path / "model"), *arguments.split(), *mesh]
-        run_python(code.format([*words, "--out", str(out)]), devices=4)
-        found.append(json.loads(out.read_text()))
-    one, many = found
+def test_the_command_line_evaluates_on_a_mesh(on_meshes):
+    options = "--preset recommended --policy sketchwalk --density 0.5 --tokens 512 --prompts 2"
+    options += " --task single_needle --task text_loss --probe-prompts 1"
+    one, many = on_meshes("eval", options, "--out", num_hidden_layers=2)
     assert "mesh" not in one["meta"] and many["meta"]["mesh"] == {"tensor": 2, "sequence": 2}
     assert len(one["rows"]) == len(many["rows"]) > 6
     for row, other in zip(one["rows"], many["rows"], strict=True):

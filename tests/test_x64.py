@@ -4,16 +4,6 @@ import pytest
 import x64_checks
 
 
-@pytest.mark.slow
-def test_attention_with_64_bits():
-    x64_checks.check_attention()
-
-
-@pytest.mark.slow
-def test_layers_of_the_recommended_policy_with_64_bits():
-    x64_checks.check_layers("recommended", x64_checks.RECOMMENDED)
-
-
 @pytest.mark.interpreted
 def test_the_kernel_of_a_token_with_64_bits():
     x64_checks.check("kernel", x64_checks.decode_kernel)
