@@ -81,7 +81,6 @@ class _Tiling:
       keys: Keys per step.
       stages: Slots of keys, and of values.
       exponent: Factor of the scores times `log2(e)`, for powers of 2.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     batch: int
@@ -95,7 +94,6 @@ class _Tiling:
     keys: int
     stages: int
     exponent: float
-    interpret: bool
 
     @property
     def pages(self) -> int:
@@ -321,9 +319,7 @@ class _Attention:
         own = pages if tiling.stages == 1 else self._pages(index)
         self._wait()
         self._copy_values(pages, coming)
-        scores = mma_sync.multiply_keys(
-            refs.queries, refs.keys.at[slot], interpret=tiling.interpret
-        )
+        scores = mma_sync.multiply_keys(refs.queries, refs.keys.at[slot])
         self._wait()
         self._copy_keys(later, coming + 1)
         # A step's last page has the highest index.
@@ -335,10 +331,7 @@ class _Attention:
                 jnp.where(there, page * PAGE - start, -1) for page, there in zip(*own, strict=True)
             ]
             bad = mma_sync.clear_from_bad(
-                refs.values.at[slot],
-                places,
-                refs.words.at[pl.ds(_PLACES, row_ops.WARPS)],
-                interpret=tiling.interpret,
+                refs.values.at[slot], places, refs.words.at[pl.ds(_PLACES, row_ops.WARPS)]
             )
             return _mask(scores, own, start, length), bad
 
@@ -349,12 +342,7 @@ class _Attention:
         weights, decay, state = self._soften(scores, state)
         state = state._replace(denominator=jnp.where(self.query < bad, state.denominator, jnp.nan))
         sums = sums * ops.spread(decay, sums.shape, 0)
-        sums = mma_sync.add_values(
-            sums,
-            weights.astype(refs.values.dtype),
-            refs.values.at[slot],
-            interpret=tiling.interpret,
-        )
+        sums = mma_sync.add_values(sums, weights.astype(refs.values.dtype), refs.values.at[slot])
         return state, sums
 
     def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
@@ -386,9 +374,8 @@ class _Attention:
 
     def _wait(self) -> None:
         """Waits until the next group of copies has arrived, in all warps."""
-        interpret = self.tiling.interpret
-        mma_sync.wait_copies(2 * (self.tiling.stages - 1), interpret=interpret)
-        row_ops.barrier(interpret=interpret)
+        mma_sync.wait_copies(2 * (self.tiling.stages - 1))
+        row_ops.barrier()
 
     def _copy_keys(self, pages: _Pages, step: Any) -> None:
         self._copy_step(self.refs.key, self.refs.keys, pages, step)
@@ -409,28 +396,27 @@ class _Attention:
                 [jnp.where(x, end - page * PAGE, 0) for page, x in zip(*pages, strict=True)],
             )
 
-        mma_sync.commit_copies(interpret=self.tiling.interpret)
+        mma_sync.commit_copies()
 
     def _copy(self, *arguments: Any) -> None:
-        mma_sync.copy_pages(*arguments, interpret=self.tiling.interpret)
+        mma_sync.copy_pages(*arguments)
 
     def _write(self, out: Any, lse: Any) -> None:
-        refs, interpret = self.refs, self.tiling.interpret
-        mma_sync.wait_copies(0, interpret=interpret)
-        row_ops.barrier(interpret=interpret)  # the output overwrites the queries
+        refs = self.refs
+        mma_sync.wait_copies(0)
+        row_ops.barrier()  # the output overwrites the queries
         ops.write(refs.queries, out.astype(refs.queries.dtype))
-        row_ops.barrier(interpret=interpret)
+        row_ops.barrier()
         tile = _Tile(self.tiling, *(refs.words[index] for index in range(4)))
         rows = _rows(tile.row * _QUERIES)
         for index in range(self.tiling.together):
-            options = {"interpret": interpret}
             place = (index * _QUERIES, tile.has_head(index))
             head = tile.head(index)
             target = refs.out.at[tile.batch, rows, head]
-            mma_sync.write_rows(refs.queries, target, *place, **options)
+            mma_sync.write_rows(refs.queries, target, *place)
             if refs.out_lse is not None:
                 target = refs.out_lse.at[tile.batch, head, rows]
-                mma_sync.write_vector(lse, target, *place, **options)
+                mma_sync.write_vector(lse, target, *place)
 
 
 def _mask(scores: Any, pages: _Pages, start: Any, length: Any) -> Any:
@@ -537,7 +523,6 @@ def attention_kernel(
         keys=_SIZES[0][0],
         stages=1,
         exponent=scale * math.log2(math.e),
-        interpret=kernel_config.interpret,
     )
     keys, stages = sizes(tiling.rows, padded, shared_memory())
     tiling = dataclasses.replace(tiling, keys=keys, stages=stages)
@@ -553,7 +538,7 @@ def attention_kernel(
         grid_names=("program",),
         # No reduction here crosses warps.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=0),
-        interpret=ops.interpreter(kernel_config.interpret),
+        interpret=kernel_config.interpret,
         kernel_name="attention_kernel",
     )
     outputs = without_derivative(kernel)(

@@ -92,7 +92,6 @@ class _Tiling:
       stages: Steps of keys, and of values, in shared memory.
       most_programs: Most thread blocks.
       exponent: Factor of the scores times `log2(e)`, for powers of 2.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     batch: int
@@ -106,7 +105,6 @@ class _Tiling:
     stages: int
     most_programs: int
     exponent: float
-    interpret: bool
 
     @property
     def pieces(self) -> int:
@@ -486,7 +484,7 @@ class _Loader:
 
             plgpu.barrier_wait(self.barriers.unchecked())
             loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(half)]
-            bad = row_ops.first_not_finite(loaded, scratch, interpret=self.tiling.interpret)
+            bad = row_ops.first_not_finite(loaded, scratch)
             present = extent.length - extent.start
 
             @pl.when(jnp.minimum(bad, present) < _PIECE)
@@ -669,7 +667,7 @@ class _PageLoader(_Loader):
                 first -= jnp.where(is_own, size, 0)
                 there += jnp.where(is_own, jnp.clip(extent.length - page * size, 0, size), 0)
             loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(1)]
-            bad = row_ops.first_not_finite(loaded, scratch, start=first, interpret=tiling.interpret)
+            bad = row_ops.first_not_finite(loaded, scratch, start=first)
             end = first + there
 
             @pl.when(jnp.minimum(bad, end) < _PIECE)
@@ -743,9 +741,7 @@ class _Head:
     def attend(self, count: Any, done: Any) -> None:
         """Computes and writes attention over `count` pieces, after `done` earlier steps."""
         shape = (_QUERIES, self.tiling.head_dim)
-        ops.with_accumulator(
-            lambda sums: self._attend(sums, count, done), shape, interpret=self.tiling.interpret
-        )
+        ops.with_accumulator(lambda sums: self._attend(sums, count, done), shape)
 
     def _attend(self, sums: ops.Accumulator, count: Any, done: Any) -> None:
         """Runs the masked first step and all others, adds the last values and divides."""
@@ -841,7 +837,7 @@ class _Head:
         decay = jnp.exp2((state.maximum - maximum) * factor)
         weights = jnp.exp2(scores * factor - ops.spread(maximum * factor, scores.shape, 0))
         denominator = state.denominator * decay + jnp.sum(weights, axis=1)
-        if not self.tiling.interpret:
+        if not ops.is_interpreted():
             weights = ops.pinned(weights)
         return weights, decay, _Softmax(maximum, denominator)
 
@@ -849,7 +845,7 @@ class _Head:
         return weights.astype(self.refs.values.dtype)
 
     def _with_scores(self, body: Any) -> Any:
-        return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.tiling.interpret)
+        return ops.with_accumulator(body, (_QUERIES, _KEYS))
 
     def _free_queries(self, is_last: Any) -> None:
         """Lets the loader copy the next tile's queries while this tile finishes."""
@@ -1010,7 +1006,6 @@ def hopper_attention_kernel(
         stages=4 if padded == 64 else 2,
         most_programs=num_multiprocessors(),
         exponent=scale * math.log2(math.e),
-        interpret=kernel_config.interpret,
     )
     out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if return_lse:
@@ -1026,7 +1021,7 @@ def hopper_attention_kernel(
         thread_name="warpgroup",
         # No reduction here crosses warps; the saved memory fits another step of values.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
-        interpret=ops.interpreter(kernel_config.interpret),
+        interpret=kernel_config.interpret,
         kernel_name="hopper_attention_kernel",
     )
     outputs = without_derivative(kernel)(

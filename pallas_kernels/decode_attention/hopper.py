@@ -80,7 +80,6 @@ class _Tiling:
       scale: Factor of the scores.
       overlap: Whether the kernel that combines starts before the parts are done, and waits.
       return_lse: Whether the log-sum-exp is wanted.
-      interpret: Whether the interpreter runs the kernels.
     """
 
     batch: int
@@ -98,7 +97,6 @@ class _Tiling:
     scale: float
     overlap: bool
     return_lse: bool
-    interpret: bool
 
     @classmethod
     def of(
@@ -145,7 +143,6 @@ class _Tiling:
             scale=scale,
             overlap=is_brief and not kernel_config.interpret,
             return_lse=return_lse,
-            interpret=kernel_config.interpret,
         )
 
     @property
@@ -574,7 +571,7 @@ def hopper_decode_attention_kernel(
     make_kernel = functools.partial(
         ops.kernel,
         compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(tiling.interpret),
+        interpret=kernel_config.interpret,
     )
     attend = make_kernel(
         functools.partial(_attend_to_part, tiling=tiling),

@@ -96,12 +96,12 @@ class _Tiling:
         return -(-self.starts[-1] // row_ops.WARPS), -(-self.steps // self.own_steps)
 
 
-def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling, interpret: bool) -> None:
+def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling) -> None:
     """Runs one thread block: some columns, one part of the inputs."""
     sources, targets = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
     own_layer = layer[0]
-    if interpret:
+    if ops.is_interpreted():
         _multiply_interpreted(x, own_layer, sources, targets, tile, part, tiling)
         return
     reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
@@ -356,7 +356,7 @@ def decode_matmul_kernel(
         rows = (wide * scale[layer][None].astype(jnp.float32)).astype(x.dtype)
     parts = tiling.grid[1]
     found = ops.kernel(
-        functools.partial(_multiply, tiling=tiling, interpret=interpret),
+        functools.partial(_multiply, tiling=tiling),
         out_type=[
             jax.ShapeDtypeStruct((parts, tiling.rows, one.shape[2]), jnp.float32) for one in kernels
         ],
@@ -365,7 +365,7 @@ def decode_matmul_kernel(
         compiler_params=ops.compiler_params(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="decode_matmul_kernel",
     )(rows, layer.astype(jnp.int32).reshape(1), *kernels)
     sums = [jnp.sum(one, axis=0) for one in found]

@@ -43,17 +43,16 @@ _PAIR = """
 _UPPER = 0x43
 
 
-def to_bfloat16(weights: Any, *, interpret: bool) -> Array:
+def to_bfloat16(weights: Any) -> Array:
     """Converts a tile of weights to bfloat16 in `ops.ACCUMULATOR`.
 
     Args:
       weights: `[64, columns]` of one of `TYPES` in shared memory, lines of 128 bytes swizzled.
-      interpret: Whether the interpreter runs the kernel.
     """
     narrow = ops.read(weights)
     if narrow.dtype != jnp.int8:
         return narrow.astype(jnp.float32).astype(jnp.bfloat16)
-    if interpret:
+    if ops.is_interpreted():
         return narrow.astype(jnp.bfloat16)
 
     @plgpu.inline_mgpu(

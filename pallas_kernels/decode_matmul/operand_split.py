@@ -125,16 +125,15 @@ def squares_layout(count: int) -> Any:
     return plgpu.Layout.WG_STRIDED((count,), vec_size=1)
 
 
-def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> None:
+def sum_squares(squares: Float[Array, "N"], target: Any) -> None:
     """Adds up the squares of each line of a row.
 
     Args:
       squares: The result of `write`, in `squares_layout`.
       target: `[N / 32]` in shared memory: lines of a row side by side, rows in order. Further
         entries repeat the last.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         target[...] = jnp.sum(squares.reshape(-1, row_ops.LANES), axis=-1)
         return
 
@@ -150,15 +149,7 @@ def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> 
     add(squares, target)
 
 
-def write(
-    target: Any,
-    factors: Any,
-    rows: Any,
-    scale: Any = None,
-    squares: Any = None,
-    *,
-    interpret: bool,
-) -> Any:
+def write(target: Any, factors: Any, rows: Any, scale: Any = None, squares: Any = None) -> Any:
     """Writes the digits of some inputs of rows to the shared memory that tensor cores read.
 
     Args:
@@ -167,14 +158,13 @@ def write(
       rows: `[B, D]` in bfloat16.
       scale: Multiplied with the rows first, `[D]` in bfloat16; the product is rounded to bfloat16.
       squares: With a scale, float32 `[num_squares()]` in `squares_layout`.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       `squares` plus the squares of these rows; None without a scale.
     """
     (num_rows, depth), (num_columns, _) = rows.shape, target.shape
     dtype, lines = target.dtype, depth // LINE
-    if interpret:
+    if ops.is_interpreted():
         return _write_plainly(target, factors, rows, scale, squares)
     shifts, top = _SHIFTS[dtype.name], _TOP[dtype.name]
     items = num_rows * lines
@@ -276,7 +266,7 @@ def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: An
 
 
 def add_line(
-    total: Float[Array, "64 N"], weights: Any, digits: Any, factors: Any, *, interpret: bool
+    total: Float[Array, "64 N"], weights: Any, digits: Any, factors: Any
 ) -> Float[Array, "64 N"]:
     """Adds the products of a line with 8-bit weights, `2^(e + w_t) · weights · digit_t`.
 
@@ -285,9 +275,8 @@ def add_line(
       weights: `[64, 128]` of `ops.tiled`.
       digits: `[N, 128]`, written by `write`.
       factors: `[N]`, likewise.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         product = jnp.dot(_wide(weights), _wide(digits).T, precision="highest")
         return total + product * factors[...][None]
 
@@ -301,18 +290,17 @@ def add_line(
     return _add(total, products, factors)
 
 
-def add_digits(sums: Any, target: Any, dtype: Any, *, interpret: bool) -> None:
+def add_digits(sums: Any, target: Any, dtype: Any) -> None:
     """Adds up each row's sums over its digits.
 
     Args:
       sums: Sums of columns, float32 `[N, 64]` in shared memory.
       target: Sums of rows, float32 `[B, 64]`, likewise.
       dtype: Type of the digits.
-      interpret: Whether the interpreter runs the kernel.
     """
     num_rows, width = target.shape
     count = len(_SHIFTS[dtype.name])
-    if interpret:
+    if ops.is_interpreted():
         found = sums[...]
         for row in range(num_rows):
             target[row, :] = sum(found[row * count + index] for index in range(count))

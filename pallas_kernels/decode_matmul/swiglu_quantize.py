@@ -78,7 +78,6 @@ class _Tiling:
       warpgroups: Warpgroups per thread block.
       slots: Rows in flight per thread block.
       programs: Number of thread blocks.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     rows: int
@@ -86,10 +85,9 @@ class _Tiling:
     warpgroups: int
     slots: int
     programs: int
-    interpret: bool
 
     @classmethod
-    def of(cls, rows: int, width: int, *, interpret: bool) -> "_Tiling":
+    def of(cls, rows: int, width: int) -> "_Tiling":
         """Returns the tiling for `rows` rows of `width` columns."""
         of_warpgroup = _VECTOR * row_ops.THREADS
         warpgroups = min(-(-width // (of_warpgroup * _VECTORS)), _WARPGROUPS)
@@ -103,7 +101,6 @@ class _Tiling:
             warpgroups=warpgroups,
             slots=max(slots, 1),
             programs=min(rows, num_multiprocessors() * together),
-            interpret=interpret,
         )
 
     @property
@@ -120,13 +117,6 @@ class _Tiling:
     def vectors(self) -> int:
         """Most vectors per thread."""
         return -(-self.of_row // self.threads)
-
-    @property
-    def launch(self) -> dict[str, Any]:
-        """Launch options; the interpreter runs all threads together."""
-        if self.interpret:
-            return {}
-        return {"num_threads": self.warpgroups, "thread_name": "warpgroup"}
 
     @property
     def scratch(self) -> dict[str, Any]:
@@ -155,7 +145,7 @@ def _gate_rows(
     """Runs one thread block, which strides over the rows."""
     program = jax.lax.axis_index("program")
     read = gate, up, row_scales, gate_scales, up_scales
-    if tiling.interpret:
+    if ops.is_interpreted():
         first = jnp.asarray(program, jnp.int32)
         turns = jax.lax.div(tiling.rows - 1 - first, tiling.programs) + 1
 
@@ -540,7 +530,9 @@ def swiglu_quantize_kernel(
     """
     if reason := why_not_swiglu_quantize(gate):
         raise ValueError(reason)
-    tiling = _Tiling.of(*gate.shape, interpret=interpret)
+    tiling = _Tiling.of(*gate.shape)
+    # The interpreter runs all threads together.
+    threads: dict[str, Any] = {"num_threads": tiling.warpgroups, "thread_name": "warpgroup"}
     found, scales = ops.kernel(
         functools.partial(_gate_rows, tiling=tiling),
         out_type=(
@@ -550,9 +542,9 @@ def swiglu_quantize_kernel(
         scratch_types=tiling.scratch,
         grid=(tiling.programs,),
         grid_names=("program",),
-        **tiling.launch,
+        **({} if interpret else threads),
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="swiglu_quantize",
     )(gate, up, row_scales, gate_scales, up_scales)
     return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn), scales

@@ -51,8 +51,6 @@ def copy_pages(
     target: Any,
     firsts: Sequence[Int[Array, ""] | int],
     rooms: Sequence[Int[Array, ""] | int],
-    *,
-    interpret: bool,
 ) -> None:
     """Starts to copy pages of 16 rows; each thread of the warpgroup copies its own chunks.
 
@@ -61,9 +59,8 @@ def copy_pages(
       target: `[16 · pages, H]` in shared memory, `ops.tiled`.
       firsts: The first row of each page in `source`.
       rooms: Number of existing rows per page, any integer; missing rows become zeros, unread.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         index = jax.lax.broadcasted_iota(jnp.int32, (PAGE, source.shape[1]), 0)
         for place, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
             rows = source[pl.ds(first, PAGE)]
@@ -85,12 +82,7 @@ def copy_pages(
 
 
 def copy_own_pages(
-    source: Any,
-    target: Any,
-    firsts: Int[Array, "64"],
-    rooms: Int[Array, "64"],
-    *,
-    interpret: bool,
+    source: Any, target: Any, firsts: Int[Array, "64"], rooms: Int[Array, "64"]
 ) -> None:
     """Starts to copy one page of 16 rows per warp; each thread copies its own chunks.
 
@@ -100,13 +92,12 @@ def copy_own_pages(
       firsts: The first row of each warp's page in `source`, a `warp_numbers` vector.
       rooms: Number of existing rows in each warp's page, likewise, any integer; missing rows become
         zeros and are not read.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         own = range(0, _ROWS, PAGE)
         for warp, place in enumerate(own):
             page = target.at[pl.ds(place, PAGE)]
-            copy_pages(source, page, [firsts[own[warp]]], [rooms[own[warp]]], interpret=True)
+            copy_pages(source, page, [firsts[own[warp]]], [rooms[own[warp]]])
         return
     width = source.shape[1]
 
@@ -149,26 +140,26 @@ def _start_copies(
             )
 
 
-def commit_copies(*, interpret: bool) -> None:
+def commit_copies() -> None:
     """Closes a group of all copies that this thread started since the last call; may be empty."""
-    _emit("cp.async.commit_group;", interpret)
+    _emit("cp.async.commit_group;")
 
 
-def wait_copies(in_flight: int, *, interpret: bool) -> None:
+def wait_copies(in_flight: int) -> None:
     """Waits until at most the last `in_flight` of this thread's groups are still copying.
 
     Other threads see the copies only after a barrier.
     """
-    _emit(f"cp.async.wait_group {in_flight};", interpret)
+    _emit(f"cp.async.wait_group {in_flight};")
 
 
-def warp_barrier(*, interpret: bool) -> None:
+def warp_barrier() -> None:
     """Waits for the warp's other threads and makes their writes and copies visible."""
-    _emit("bar.warp.sync 0xffffffff;", interpret)
+    _emit("bar.warp.sync 0xffffffff;")
 
 
-def _emit(code: str, interpret: bool) -> None:
-    if not interpret:
+def _emit(code: str) -> None:
+    if not ops.is_interpreted():
 
         @plgpu.inline_mgpu()
         def emit(_: Any) -> None:
@@ -177,7 +168,7 @@ def _emit(code: str, interpret: bool) -> None:
         emit()
 
 
-def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool) -> None:
+def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
     """Writes rows of shared memory to global memory, 16 bytes per thread at a time.
 
     Args:
@@ -185,10 +176,9 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpre
       target: `[R, H]` in global memory.
       first: First of the `R` rows of `source` to write, a multiple of 16.
       is_wanted: Whether to write.
-      interpret: Whether the interpreter runs the kernel.
     """
     height, width = target.shape
-    if interpret:
+    if ops.is_interpreted():
 
         @pl.when(is_wanted)
         def _() -> None:
@@ -219,9 +209,7 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpre
     write(source, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
-def write_vector(
-    vector: Float[Array, "M"], target: Any, first: int, is_wanted: Any, *, interpret: bool
-) -> None:
+def write_vector(vector: Float[Array, "M"], target: Any, first: int, is_wanted: Any) -> None:
     """Writes 64 numbers, one for each row of sums, from registers to global memory.
 
     Args:
@@ -229,9 +217,8 @@ def write_vector(
       target: `[64]` in global memory.
       first: The first of the numbers, a multiple of 64.
       is_wanted: Whether to write.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
 
         @pl.when(is_wanted)
         def _() -> None:
@@ -259,9 +246,9 @@ def write_vector(
     write(vector, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
-def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
+def unknown(value: int) -> Int[Array, ""]:
     """Hides an integer from the compiler, so that it does not unroll a loop of that length."""
-    if interpret:
+    if ops.is_interpreted():
         return jnp.int32(value)
 
     @plgpu.inline_mgpu(return_type=mlir.integer_type())
@@ -276,12 +263,12 @@ def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
 # One token: each warp has the 16 rows of heads, and its own keys
 
 
-def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
+def warp_numbers() -> Int[Array, "64"]:
     """Returns each warp's index in the warpgroup, repeated over its 16 rows, in `ops.BY_ROW`.
 
     All per-warp numbers have this layout, in which each thread holds one number.
     """
-    if interpret:
+    if ops.is_interpreted():
         return jnp.arange(_ROWS, dtype=jnp.int32) // PAGE
 
     @plgpu.inline_mgpu(return_type=_OF_WARPS)
@@ -291,9 +278,9 @@ def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
     return get()
 
 
-def read_for_warps(source: Any, places: Int[Array, "64"], *, interpret: bool) -> Int[Array, "64"]:
+def read_for_warps(source: Any, places: Int[Array, "64"]) -> Int[Array, "64"]:
     """Reads integers `[P]` of global memory, at one place per warp."""
-    if interpret:
+    if ops.is_interpreted():
         return source[...][places]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.BY_ROW), return_type=_OF_WARPS)
@@ -315,13 +302,13 @@ def _by_row(numbers: list[ir.Value], *, is_signed: bool | None = None) -> mgpu.F
     return _of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
 
 
-def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
+def read_heads(source: Any) -> Float[Array, "64 H"]:
     """Reads queries `[n, H]` of at most 16 heads from global memory, the same in each warp.
 
     Rows beyond `n` repeat the last one.
     """
     count, width = source.shape
-    if interpret:
+    if ops.is_interpreted():
         rows = jnp.minimum(jnp.arange(_ROWS) % PAGE, count - 1)
         return source[...][rows]
 
@@ -355,9 +342,7 @@ def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
     return read(source)
 
 
-def over_warps(
-    vector: Float[Array, "64"], operation: str, scratch: Any, *, interpret: bool
-) -> Float[Array, "64"]:
+def over_warps(vector: Float[Array, "64"], operation: str, scratch: Any) -> Float[Array, "64"]:
     """Returns the sum or maximum of each row's numbers over the four warps, the same in each.
 
     All warps pass two barriers.
@@ -366,9 +351,8 @@ def over_warps(
       vector: Float32, in `ops.BY_ROW`.
       operation: `"add"` or `"max"`.
       scratch: `[64]` float32 in shared memory.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         rows = vector.reshape(_WARPS, PAGE)
         found = jnp.sum(rows, axis=0) if operation == "add" else jnp.max(rows, axis=0)
         return jnp.tile(found, _WARPS)
@@ -395,10 +379,10 @@ def over_warps(
     return reduce(vector, scratch)
 
 
-def write_heads(vector: Float[Array, "64"], target: Any, *, interpret: bool) -> None:
+def write_heads(vector: Float[Array, "64"], target: Any) -> None:
     """Writes the numbers `[n]` of the first rows to global memory, the same in each warp."""
     (count,) = target.shape
-    if interpret:
+    if ops.is_interpreted():
         target[...] = vector[:count]
         return
 
@@ -415,12 +399,7 @@ def write_heads(vector: Float[Array, "64"], target: Any, *, interpret: bool) -> 
 
 
 def write_sum_of_warps(
-    sums: Float[Array, "64 H"],
-    target: Any,
-    scratch: Any,
-    *,
-    transposed: bool = False,
-    interpret: bool,
+    sums: Float[Array, "64 H"], target: Any, scratch: Any, *, transposed: bool = False
 ) -> None:
     """Writes the sums of rows over the four warps to global memory.
 
@@ -431,10 +410,9 @@ def write_sum_of_warps(
       target: `[n, H]` of 16-bit numbers, for the first rows, or float32 `[H, n]`.
       scratch: Shared memory, `ops.tiled`, whose first 256 H bytes are overwritten.
       transposed: Whether the target is `[H, n]`.
-      interpret: Whether the interpreter runs the kernel.
     """
     count, width = target.shape[::-1] if transposed else target.shape
-    if interpret:
+    if ops.is_interpreted():
         found = jnp.sum(_by_warp(sums), axis=0)[:count]
         target[...] = found.T if transposed else found.astype(target.dtype)
         return
@@ -480,19 +458,16 @@ def write_sum_of_warps(
     write(sums, target, scratch)
 
 
-def write_columns(
-    matrix: Float[Array, "64 8"], target: Any, first: Any, *, interpret: bool
-) -> None:
+def write_columns(matrix: Float[Array, "64 8"], target: Any, first: Any) -> None:
     """Writes columns to rows of global memory.
 
     Args:
       matrix: Float32, in an accumulator's layout.
       target: `[n, 64]` in global memory, 16-bit numbers.
       first: Target row of the first column; columns beyond the last row are not written.
-      interpret: Whether the interpreter runs the kernel.
     """
     count = target.shape[0]
-    if interpret:
+    if ops.is_interpreted():
         for index in range(matrix.shape[1]):
 
             @pl.when(first + index < count)
@@ -541,9 +516,7 @@ def _by_warp(x: Array) -> Array:
 # Values that are not finite
 
 
-def clear_from_bad(
-    values: Any, places: Sequence[Int[Array, ""]], scratch: Any, *, interpret: bool
-) -> Int[Array, ""]:
+def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) -> Int[Array, ""]:
     """Sets a tile's own values to zero from the first non-finite one on.
 
     All warps must have passed a barrier since the values arrived; they pass two here.
@@ -552,13 +525,12 @@ def clear_from_bad(
       values: `[16 · pages, H]` in shared memory, `ops.tiled`.
       places: Place of each page's first row in the tile; negative if not the tile's own.
       scratch: Integers in shared memory, one per warp.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       The place of that value in the tile, or `NOBODY`.
     """
     width = values.shape[1]
-    if interpret:
+    if ops.is_interpreted():
         held = values[...]
         index = jax.lax.broadcasted_iota(jnp.int32, (PAGE,), 0)
         place = jnp.concatenate([jnp.where(x < 0, x, x + index) for x in places])
@@ -657,9 +629,9 @@ class _Chunks:
 # Products
 
 
-def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "M S"]:
+def multiply_keys(queries: Any, keys: Any) -> Float[Array, "M S"]:
     """Returns float32 scores `Q Kᵀ` of queries `[M, H]` and keys `[S, H]` in shared memory."""
-    if interpret:
+    if ops.is_interpreted():
         return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
     (rows, width), columns = queries.shape, keys.shape[0]
     kind = _kind(queries.dtype)
@@ -683,17 +655,14 @@ def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "
     return multiply(queries, keys)
 
 
-def multiply_own_keys(
-    queries: Float[Array, "64 H"], keys: Any, *, interpret: bool
-) -> Float[Array, "64 16"]:
+def multiply_own_keys(queries: Float[Array, "64 H"], keys: Any) -> Float[Array, "64 16"]:
     """Returns float32 scores of each warp's 16 queries with its own 16 keys.
 
     Args:
       queries: 16-bit numbers in registers, in an accumulator's layout.
       keys: `[64, H]` in shared memory, `ops.tiled`, 16 rows per warp.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         pairs = (_by_warp(x) for x in (queries, keys[...]))
         return jnp.einsum("wqh,wkh->wqk", *pairs, preferred_element_type=jnp.float32).reshape(
             _ROWS, PAGE
@@ -718,12 +687,7 @@ def multiply_own_keys(
 
 
 def add_values(
-    sums: Float[Array, "M H"],
-    weights: Float[Array, "M S"],
-    values: Any,
-    *,
-    of_warp: bool = False,
-    interpret: bool,
+    sums: Float[Array, "M H"], weights: Float[Array, "M S"], values: Any, *, of_warp: bool = False
 ) -> Float[Array, "M H"]:
     """Returns `sums + P V` for weights in registers and values `[S, H]` in shared memory.
 
@@ -732,13 +696,12 @@ def add_values(
       weights: 16-bit numbers, in an accumulator's layout.
       values: 16-bit numbers, `ops.tiled`.
       of_warp: Whether each warp has its own 16 rows of the values, `[64, H]` in all; `S` is 16.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret and of_warp:
+    if ops.is_interpreted() and of_warp:
         pairs = (_by_warp(x) for x in (weights, values[...]))
         added = jnp.einsum("wqk,wkh->wqh", *pairs, preferred_element_type=jnp.float32)
         return sums + added.reshape(sums.shape)
-    if interpret:
+    if ops.is_interpreted():
         return sums + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
     (rows, keys), width, kind = weights.shape, values.shape[1], _kind(values.dtype)
 

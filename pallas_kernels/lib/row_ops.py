@@ -91,9 +91,9 @@ def scratch_of_maximum(warpgroups: int) -> Any:
 # Barriers and reductions
 
 
-def barrier(*, interpret: bool) -> None:
+def barrier() -> None:
     """Waits for the other warps of the warpgroup; the interpreter runs them together."""
-    if not interpret:
+    if not ops.is_interpreted():
 
         @plgpu.inline_mgpu()
         def wait(_: Any) -> None:
@@ -102,9 +102,9 @@ def barrier(*, interpret: bool) -> None:
         wait()
 
 
-def program_barrier(*, interpret: bool) -> None:
+def program_barrier() -> None:
     """Waits for all warps of the thread block; the interpreter runs them together."""
-    if not interpret:
+    if not ops.is_interpreted():
 
         @plgpu.inline_mgpu()
         def wait(_: Any) -> None:
@@ -122,16 +122,15 @@ def on_each_warp(body: Callable[[Any], None]) -> None:
     plgpu.warp_map(body)
 
 
-def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
+def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any) -> Int[Array, ""]:
     """Returns the largest integer over one warpgroup; costs one barrier.
 
     Args:
       x: Integers in registers.
       scratch: `scratch_of_maximum()` in shared memory, which no warp is still reading.
       layout: Layout of `x`.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return jnp.max(x)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=mlir.integer_type())
@@ -151,11 +150,7 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
 
 
 def first_not_finite(
-    parts: list[Float[Array, "64 _"]],
-    scratch: Any,
-    *,
-    start: Int[Array, ""] | None = None,
-    interpret: bool,
+    parts: list[Float[Array, "64 _"]], scratch: Any, *, start: Int[Array, ""] | None = None
 ) -> Int[Array, ""]:
     """Returns the first of 64 rows with a non-finite number, or 64; costs one barrier.
 
@@ -165,9 +160,8 @@ def first_not_finite(
       parts: Columns of the rows, of 16-bit floating-point numbers in an accumulator's layout.
       scratch: One integer in shared memory per warp, which no warp is still reading.
       start: First row to check, if not all.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         is_bad = functools.reduce(jnp.logical_or, [~jnp.isfinite(x).all(axis=1) for x in parts])
         if start is not None:
             is_bad = is_bad & (jnp.arange(64, dtype=jnp.int32) >= start)
@@ -219,11 +213,7 @@ def first_not_finite(
 
 
 def maxima(
-    arrays: tuple[Int[Array, "..."], Int[Array, "..."]],
-    scratch: Any,
-    *,
-    layout: Any,
-    interpret: bool,
+    arrays: tuple[Int[Array, "..."], Int[Array, "..."]], scratch: Any, *, layout: Any
 ) -> list[Int[Array, ""]]:
     """Returns the largest integer of two arrays over all warpgroups; costs one barrier.
 
@@ -231,9 +221,8 @@ def maxima(
       arrays: Two arrays in registers.
       scratch: `scratch_of_counts()` in shared memory, not used before.
       layout: Layout of both arrays.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return [jnp.max(x) for x in arrays]
 
     @plgpu.inline_mgpu(
@@ -251,15 +240,14 @@ def maxima(
     return largest(*arrays, scratch)
 
 
-def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> Int[Array, ""]:
+def any_of_warp(flags: Bool[Array, "..."], *, layout: Any) -> Int[Array, ""]:
     """Returns 1 if any flag of the warp is set, without waiting for other warps.
 
     Args:
       flags: Flags in registers.
       layout: Layout of the flags.
-      interpret: Whether the interpreter runs the kernel; it reduces over all warps.
     """
-    if interpret:
+    if ops.is_interpreted():
         return jnp.any(flags).astype(jnp.int32)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=mlir.integer_type())
@@ -271,12 +259,7 @@ def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> I
 
 
 def write_sums(
-    matrix: Float[Array, "64 M"],
-    outs: list[Any],
-    first: Int[Array, ""],
-    turn: Int[Array, ""],
-    *,
-    interpret: bool,
+    matrix: Float[Array, "64 M"], outs: list[Any], first: Int[Array, ""], turn: Int[Array, ""]
 ) -> None:
     """Writes the sums of a matrix over its columns to a column of global memory.
 
@@ -286,10 +269,9 @@ def write_sums(
         columns, a multiple of eight.
       first: Target row of the first sum.
       turn: Target column, and the index of the writing thread among the four that share rows.
-      interpret: Whether the interpreter runs the kernel.
     """
     columns = matrix.shape[1] // len(outs)
-    if interpret:
+    if ops.is_interpreted():
         for index, out in enumerate(outs):
             own = jnp.sum(matrix[:, index * columns :][:, :columns], axis=1)
             out[pl.ds(first, own.size), turn] = own
@@ -324,7 +306,7 @@ def _both(register: ir.Value) -> list[ir.Value]:
     return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([x])) for x in range(2)]
 
 
-def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
+def any_of_key(flags: Bool[Array, "64 channels"]) -> Bool[Array, "64 channels"]:
     """Returns, for every channel of a key, whether any of the key's flags is set.
 
     It takes one instruction per warp, which has whole keys; each lane has a bit for each of 16
@@ -332,10 +314,9 @@ def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Ar
 
     Args:
       flags: Flags by key and channel, in `key_layout`.
-      interpret: Whether the interpreter runs the kernel.
     """
     shape = flags.shape
-    if interpret:
+    if ops.is_interpreted():
         return jnp.broadcast_to(jnp.any(flags, axis=1, keepdims=True), shape)
     layout, together = key_layout(shape[1]), LANES * PAIR // shape[1]  # keys per warp register
 
@@ -373,7 +354,6 @@ def count_kept(
     turn: Int[Array, ""],
     *,
     layout: Any,
-    interpret: bool,
 ) -> list[Int[Array, ""]]:
     """Counts the keys that are at least each of three limits; costs one barrier.
 
@@ -383,9 +363,8 @@ def count_kept(
       scratch: `scratch_of_counts()` in shared memory.
       turn: Alternately 0 and 1, so that no warp overwrites counts that another has yet to read.
       layout: Layout of the keys.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return [jnp.sum((keys >= limit).astype(jnp.int32)) for limit in limits]
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -473,9 +452,9 @@ def _wait(scratch: ir.Value) -> None:
 # Writing a row, or its kept columns, to global memory
 
 
-def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret: bool) -> None:
+def write_row(values: Array, columns: Array, ref: Any, *, layout: Any) -> None:
     """Writes a row's values to global memory, except columns beyond its end."""
-    if interpret:
+    if ops.is_interpreted():
         ref[...] = values.reshape(-1)[: ref.shape[0]]
         return
 
@@ -489,9 +468,9 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret
     write(values, columns, ref)
 
 
-def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array:
+def read_row(columns: Array, ref: Any, *, layout: Any) -> Array:
     """Reads a row of floats from global memory, with zeros in columns beyond its end."""
-    if interpret:
+    if ops.is_interpreted():
         row = ref[...]
         return jnp.pad(row, (0, columns.size - row.shape[0])).reshape(columns.shape)
 
@@ -564,7 +543,6 @@ def write_kept(
     *,
     pad: int,
     layout: Any,
-    interpret: bool,
 ) -> None:
     """Writes the columns whose key is at least `upper`, and the first `missing` equal to `lower`.
 
@@ -578,9 +556,8 @@ def write_kept(
       scratch: `scratch_of_counts()` in shared memory.
       pad: Value of the entries beyond `count`.
       layout: Layout of the keys.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         _write_kept_interpreted(keys.reshape(-1), lower, upper, missing, ids_ref, pad)
         return
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -735,13 +712,7 @@ def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
 
 
 def add_parts(
-    part_ref: Any,
-    exponent_ref: Any,
-    *,
-    height: int,
-    num_tiles: int,
-    is_triangle: bool,
-    interpret: bool,
+    part_ref: Any, exponent_ref: Any, *, height: int, num_tiles: int, is_triangle: bool
 ) -> tuple[Float[Array, "height columns"], Int[Array, "height columns"]]:
     """Adds up the parts of a row's tiles, each of which has floats and one power of two.
 
@@ -753,12 +724,11 @@ def add_parts(
       height: Tiles per warpgroup.
       num_tiles: Number of existing tiles.
       is_triangle: Whether tile `t` only has parts from split `t // 2` on.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       Sums and their exponents, in `tiles_layout(height, columns)`.
     """
-    if interpret:
+    if ops.is_interpreted():
         return _add_parts_interpreted(part_ref, exponent_ref, height, num_tiles, is_triangle)
     shape = (height, part_ref.shape[-1])
     layout = tiles_layout(*shape)
@@ -903,9 +873,7 @@ def _load(
 # Adding up a row over heads
 
 
-def read_powers(
-    power_ref: Any, there: Int[Array, ""], *, height: int, columns: int, interpret: bool
-) -> list[Array]:
+def read_powers(power_ref: Any, there: Int[Array, ""], *, height: int, columns: int) -> list[Array]:
     """Starts to read the rows of the first heads, as many as fit in registers.
 
     Args:
@@ -913,7 +881,6 @@ def read_powers(
       there: Number of existing columns in all warpgroups; later ones give arbitrary numbers.
       height: Tiles per warpgroup.
       columns: Columns per tile.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       The argument `read` of `add_powers`, in `tiles_layout(height, columns)`: words of two columns.
@@ -922,7 +889,7 @@ def read_powers(
     of_head = height * columns // (THREADS * _PACKED)
     # Prefetch nothing of long rows: computing the factors needs the registers.
     number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
-    if interpret:
+    if ops.is_interpreted():
         return [power_ref[head, :].reshape(shape) for head in range(number)]
     if not number:
         return []
@@ -953,7 +920,6 @@ def add_powers(
     height: int,
     columns: int,
     part: int,
-    interpret: bool,
 ) -> Float[Array, "height columns"]:
     """Adds up the rows of all heads, with a factor per part of each row.
 
@@ -965,13 +931,12 @@ def add_powers(
       height: Tiles per warpgroup.
       columns: Columns per tile.
       part: Columns per part, a multiple of four.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       The sums, in `tiles_layout(height, columns)`.
     """
     shape = (height, columns)
-    if interpret:
+    if ops.is_interpreted():
         powers = power_ref[...].astype(jnp.float32)
         places = jnp.arange(powers.shape[1], dtype=jnp.int32) // part
         weights = jnp.take(factors[: powers.shape[0], :], places, axis=1, mode="clip")

@@ -88,14 +88,12 @@ class _PeaksTiling:
       per_row: Queries per row, with padding.
       wanted: Queries per row, without padding.
       groups: Number of groups of keys.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     tiles: int
     per_row: int
     wanted: int
     groups: int
-    interpret: bool
 
 
 def _peaks(
@@ -156,7 +154,7 @@ def _peaks(
         ops.write(factor.at[batch, kv_head, own], factors)
 
         plgpu.barrier_wait(filled.at[0])
-        max_logits.begin(mine, keys.at[0], interpret=tiling.interpret)
+        max_logits.begin(mine, keys.at[0])
 
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
@@ -172,7 +170,6 @@ def _peaks(
                     keys.at[after],
                     found.at[warpgroup, buffer, pages],
                     step=step,
-                    interpret=tiling.interpret,
                 )
             plgpu.barrier_arrive(freed.at[slot])
             plgpu.commit_smem()
@@ -180,7 +177,7 @@ def _peaks(
             target = out.at[batch, kv_head, pl.ds(index * of_group, of_group), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous group's copy
-            max_logits.settle(interpret=tiling.interpret)
+            max_logits.settle()
             return ()
 
         jax.lax.fori_loop(0, groups, group, ())
@@ -220,7 +217,6 @@ def hopper_max_logits_kernel(
         per_row=per_row,
         wanted=wanted,
         groups=groups,
-        interpret=interpret,
     )
     shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP * _PAGES, num_queries)
     found = (_COMPUTING, 2, _GROUP * _PAGES, _QUERIES)
@@ -244,7 +240,7 @@ def hopper_max_logits_kernel(
         num_threads=_COMPUTING + 1,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="block_peaks",
     )
     return kernel(query, key, first_row.astype(jnp.int32))
@@ -263,7 +259,6 @@ class _ScoresTiling:
       blocks: Blocks, a multiple of 64.
       factor: Factor of the products times `log2(e)`.
       exponent: Order of the norm.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     programs: int
@@ -271,7 +266,6 @@ class _ScoresTiling:
     blocks: int
     factor: float
     exponent: int
-    interpret: bool
 
     @property
     def rows(self) -> int:
@@ -359,14 +353,14 @@ def _scores(
             accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
 
-        found = ops.with_accumulator(product, shape, interpret=tiling.interpret)
+        found = ops.with_accumulator(product, shape)
 
         @pl.when((following >= 0) & (following < steps))
         def _() -> None:
             plgpu.barrier_arrive(freed.at[slot])
 
         # After this, the previous step's slot may be filled again: all warps have read it.
-        row_ops.barrier(interpret=tiling.interpret)
+        row_ops.barrier()
         return found
 
     def of_page(step: Any, page: Any, shared: Any) -> Any:
@@ -385,9 +379,7 @@ def _scores(
         def add(page: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             more, is_far = state
             away = (of_page(step, page, seen) - reference) * tiling.factor
-            is_farther = row_ops.any_of_warp(
-                away > _SLACK, layout=ops.ACCUMULATOR, interpret=tiling.interpret
-            )
+            is_farther = row_ops.any_of_warp(away > _SLACK, layout=ops.ACCUMULATOR)
             more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
             return more, is_far | is_farther
 
@@ -422,9 +414,7 @@ def _scores(
 
     start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
     reference, total = jax.lax.fori_loop(0, steps, gather, start)
-    over_rows = functools.partial(
-        ops.over_rows, scratch=meeting.at[warpgroup], interpret=tiling.interpret
-    )
+    over_rows = functools.partial(ops.over_rows, scratch=meeting.at[warpgroup])
     highest = over_rows(reference, "max")
     below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
     total = over_rows(total * jnp.exp2(below), "add")
@@ -446,7 +436,7 @@ def _scores(
             away = of_page(step, page, shared) - offset
             away = away * (tiling.factor * tiling.exponent) - common
             parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)
-            row_ops.write_sums(parts, outs, step * _STEP, page, interpret=tiling.interpret)
+            row_ops.write_sums(parts, outs, step * _STEP, page)
             return ()
 
         jax.lax.fori_loop(0, _PAGES, write, ())
@@ -490,7 +480,6 @@ def hopper_page_scores_kernel(
         blocks=centre.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
-        interpret=interpret,
     )
     shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks, _PAGES)
     peaks = peaks.reshape(batch, kv_heads, tiling.blocks, _PAGES, num_queries)
@@ -513,7 +502,7 @@ def hopper_page_scores_kernel(
         num_threads=_WARPGROUPS,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(approx_math=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="block_scores",
     )
     found = kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))

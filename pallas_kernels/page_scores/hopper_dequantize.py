@@ -55,13 +55,11 @@ class _Sizes:
       blocks: Blocks per sequence in the arrays.
       kv_heads: Key/value heads.
       row_bytes: Quantized bytes per key.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     blocks: int
     kv_heads: int
     row_bytes: int
-    interpret: bool
 
     @property
     def lines(self) -> int:
@@ -86,7 +84,7 @@ def _write_residuals(
     batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
     own, length = layer[0], lengths[batch]
     code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
-    if sizes.interpret:
+    if ops.is_interpreted():
         for warp in range(row_ops.WARPS):
             unit = program * row_ops.WARPS + warp
             write_unit = functools.partial(_write_interpreted, code, step, out, unit, length)
@@ -245,7 +243,7 @@ def dequantize_kernel(
       interpret: Whether the interpreter runs the kernel.
     """
     _, batch, blocks, kv_heads, _, row_bytes = code.shape
-    sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
+    sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes)
     groups = -(-blocks // max_logits.GROUP)
     shape = (batch, kv_heads, groups, sizes.lines, max_logits.LINE)
     found = ops.kernel(
@@ -254,7 +252,7 @@ def dequantize_kernel(
         grid=(batch, -(-sizes.units // row_ops.WARPS)),
         grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="block_residuals",
     )(code, step, lengths.astype(jnp.int32), layer.astype(jnp.int32)[None])
     return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)

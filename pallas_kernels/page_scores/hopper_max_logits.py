@@ -120,15 +120,14 @@ def place_of_key(key: Any) -> Any:
     return (pair * PAGES + page) * _TOGETHER + one
 
 
-def begin(queries: Float[Array, "64 C"], keys: Any, *, interpret: bool) -> None:
+def begin(queries: Float[Array, "64 C"], keys: Any) -> None:
     """Starts to multiply with the first two blocks, once per kernel and before any loop.
 
     Args:
       queries: Queries in float8_e4m3fn, in `LAYOUT`.
       keys: Keys of the group, `[lines, 128]` in shared memory, swizzled over whole lines.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return
     channels = queries.shape[1]
     keys, first = _part(keys, 0, channels)
@@ -142,13 +141,7 @@ def begin(queries: Float[Array, "64 C"], keys: Any, *, interpret: bool) -> None:
 
 
 def write_maxima(
-    queries: Float[Array, "64 C"],
-    keys: Any,
-    following: Any,
-    found: Any,
-    *,
-    step: int,
-    interpret: bool,
+    queries: Float[Array, "64 C"], keys: Any, following: Any, found: Any, *, step: int
 ) -> None:
     """Writes each query's largest product per page of two blocks; NaN if any product is.
 
@@ -162,10 +155,9 @@ def write_maxima(
       following: Keys of the next group, likewise.
       found: Target of the maxima: float16, `[8, 64]` in shared memory, swizzled over whole lines.
       step: Index of the two blocks in the group; calls take all steps of all groups in order.
-      interpret: Whether the interpreter runs the kernel.
     """
     channels = queries.shape[1]
-    if interpret:
+    if ops.is_interpreted():
         own, first = _part(keys, step, channels)
         products = jnp.dot(
             own[...][:, first : first + channels], queries.T, preferred_element_type=jnp.float32
@@ -197,12 +189,12 @@ def _part(keys: Any, step: int, channels: int) -> tuple[Any, int]:
     return keys.at[pl.ds(first, _KEYS)], beside * channels
 
 
-def settle(*, interpret: bool) -> None:
+def settle() -> None:
     """Waits for the products that the last call of `write_maxima` started.
 
     Products in flight at the end of a loop's body make the assembler wait for every single product.
     """
-    if interpret:
+    if ops.is_interpreted():
         return
 
     @plgpu.inline_mgpu()

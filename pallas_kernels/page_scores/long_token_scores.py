@@ -126,13 +126,11 @@ class _Sizes:
       count: Columns per part.
       exponent: Exponent of the shares.
       decay: Factor of the previous layer's page scores.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     count: int
     exponent: int
     decay: float
-    interpret: bool
 
 
 def _find_evidence(
@@ -161,19 +159,18 @@ def _find_evidence(
     def write_evidence(read: Array) -> None:
         sums, evidence = _add_heads(read, factors, sizes=sizes), evidence_ref.at[sequence]
         layout = _columns_layout(_PACKED)
-        where: dict[str, Any] = dict(layout=layout, interpret=False)
         place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
         columns = jnp.where(place < sizes.count, first + place, evidence.shape[0])
-        previous = row_ops.read_row(columns, evidence, **where)
+        previous = row_ops.read_row(columns, evidence, layout=layout)
         found = evidence_of(
             jnp.where(columns < there, sums, 0.0),
             previous,
             exponent=sizes.exponent,
             decay=sizes.decay,
         )
-        row_ops.write_row(found, columns, evidence, **where)
+        row_ops.write_row(found, columns, evidence, layout=layout)
 
-    if sizes.interpret:
+    if ops.is_interpreted():
         make_factors()
         sums = _add_heads(read_words(), factors, sizes=sizes)
         _write_interpreted(sums, part, there, evidence_ref.at[sequence], sizes=sizes)
@@ -183,12 +180,12 @@ def _find_evidence(
     @pl.when(warpgroup == 0)
     def _() -> None:
         make_factors()
-        row_ops.program_barrier(interpret=False)
+        row_ops.program_barrier()
 
     @pl.when(warpgroup == 1)
     def _() -> None:
         read = read_words()
-        row_ops.program_barrier(interpret=False)
+        row_ops.program_barrier()
         write_evidence(read)
 
 
@@ -251,7 +248,7 @@ def _read_words(
       there: Number of existing columns; words beyond are zeros.
       sizes: Static parameters. The interpreter reads columns instead of words.
     """
-    if sizes.interpret:
+    if ops.is_interpreted():
         return powers_ref[:, pl.ds(first, sizes.count)]
     heads = powers_ref.shape[0]
     scalar, shape = plgpu.Layout.WG_SPLAT(()), (heads, row_ops.THREADS)
@@ -285,7 +282,7 @@ def _add_heads(
       factors: One factor per head, in shared memory.
       sizes: Static parameters of the call.
     """
-    if sizes.interpret:
+    if ops.is_interpreted():
         weights = jnp.broadcast_to(factors[...][: read.shape[0], None], read.shape)
         return jnp.sum(read.astype(jnp.float32) * weights, axis=0)
     layout, shape = _columns_layout(_PACKED), (1, row_ops.THREADS * _PACKED)
@@ -362,7 +359,6 @@ def token_evidence_kernel(
         count=count,
         exponent=exponent,
         decay=decay,
-        interpret=interpret,
     )
     ops.kernel(
         functools.partial(_find_evidence, sizes=sizes),
@@ -372,6 +368,6 @@ def token_evidence_kernel(
         num_threads=1 if interpret else 2,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="token_evidence",
     )(powers, top, total, lengths, evidence)

@@ -67,13 +67,11 @@ class _Sizes:
       tiles: Groups of `TILE` queries per key/value head.
       per_row: Queries per row.
       blocks: Blocks per sequence.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     tiles: int
     per_row: int
     blocks: int
-    interpret: bool
 
 
 def _find_peaks(
@@ -100,7 +98,7 @@ def _find_peaks(
 
     @pl.when(first < end)
     def _() -> None:
-        if sizes.interpret:
+        if ops.is_interpreted():
             _interpreted(query, code, step, out, *numbers)
             return
         reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
@@ -368,7 +366,6 @@ def max_logits_kernel(
         tiles=num_queries // TILE,
         per_row=per_row,
         blocks=code.shape[2],
-        interpret=interpret,
     )
     shape = (batch, kv_heads, sizes.blocks * _PAGES, num_queries)
     kernel = ops.kernel(
@@ -377,7 +374,7 @@ def max_logits_kernel(
         grid=(-(-sizes.blocks // _PART), sizes.tiles, kv_heads, batch),
         grid_names=("part", "tile", "kv_head", "batch"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="max_logits_kernel",
     )
     numbers = (x.astype(jnp.int32) for x in (lengths, first_row, layer[None]))

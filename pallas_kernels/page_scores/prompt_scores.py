@@ -60,7 +60,6 @@ class _Sizes:
       blocks: Blocks.
       factor: Factor of the products times `log2(e)`.
       exponent: Order of the norm.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     programs: int
@@ -68,7 +67,6 @@ class _Sizes:
     blocks: int
     factor: float
     exponent: int
-    interpret: bool
 
     @property
     def rows(self) -> int:
@@ -102,7 +100,7 @@ def _score(
     arrays = [x.at[batch, kv_head] for x in (peaks, factor, query)]
     given: list[Any] = [*arrays, centre.at[batch], out.at[batch, kv_head]]
     place, start = program * row_ops.WARPS, first_row[batch]
-    if sizes.interpret:
+    if ops.is_interpreted():
         for warp in range(row_ops.WARPS):
             _interpreted(given, place + warp, kv_head, start, sizes=sizes)
         return
@@ -465,7 +463,6 @@ def page_scores_kernel(
         blocks=centre.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
-        interpret=interpret,
     )
     shape = (batch, kv_heads, sizes.parts, num_queries // per_row, sizes.blocks * SCORED_PAGES)
     kernel = ops.kernel(
@@ -474,7 +471,7 @@ def page_scores_kernel(
         grid=(sizes.programs, kv_heads, batch),
         grid_names=("program", "kv_head", "batch"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="page_scores_kernel",
     )
     return kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))

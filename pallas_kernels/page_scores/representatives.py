@@ -59,7 +59,6 @@ class _Sizes:
       count: Number of representatives.
       kind: Type of the queries.
       by_warp: Whether each warp copies its own queries; Hopper's copy engine (TMA) does otherwise.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     rows: int
@@ -68,7 +67,6 @@ class _Sizes:
     count: int
     kind: Any
     by_warp: bool
-    interpret: bool
 
     @property
     def width(self) -> int:
@@ -104,11 +102,11 @@ def _represent(
             source, target = query.at[batch, rows, head, channels], queries.at[index, half]
             if not sizes.by_warp:
                 plgpu.copy_gmem_to_smem(source, target, filled)
-            elif sizes.interpret:
+            elif ops.is_interpreted():
                 target[...] = source[...]
     if not sizes.by_warp:
         plgpu.barrier_wait(filled)
-    if sizes.interpret:
+    if ops.is_interpreted():
         for index, (row, head) in enumerate(wheres):
             is_own = valid[batch, pl.ds(row * _QUERIES, _QUERIES)] != 0
             out[batch, row, :, head] = _interpreted(queries[index], is_own, sizes.count)
@@ -630,7 +628,6 @@ def representatives_kernel(
         count=count,
         kind=query.dtype,
         by_warp=by_warp,
-        interpret=interpret,
     )
     shape = (batch, rows, count, heads, 2, quarter)
     size = (_HEADS, 2, _QUERIES, quarter)
@@ -648,7 +645,7 @@ def representatives_kernel(
         grid=(batch, -(-rows * heads // _HEADS)),
         grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="representatives",
     )
     found = kernel(query, valid.astype(jnp.int32))

@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
-from sketchwalk_jax.pallas_kernels.lib import row_ops
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
 
@@ -103,7 +103,6 @@ def block_products(
     count: int,
     there: Array,
     length: Array,
-    interpret: bool,
 ) -> None:
     """Writes the products of a thread block's existing key blocks to shared memory.
 
@@ -123,9 +122,8 @@ def block_products(
       count: Key blocks per thread block, a multiple of 4.
       there: Number of these that exist in the sequence.
       length: Number of keys in the sequence.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         _products_interpreted(
             query, code, centre, step, peaks, shared, kv_head, group, first, count, length
         )

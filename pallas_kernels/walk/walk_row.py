@@ -92,7 +92,6 @@ class WalkTiling:
       use_walk: Whether the row is multiplied by `W`; otherwise it is `W`'s own row in every layer.
       is_sketched: Whether tokens come as sketches, not as queries to project.
       overlaps: Whether the kernel launches early and waits for the previous ones.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     num_blocks: int
@@ -104,7 +103,6 @@ class WalkTiling:
     use_walk: bool
     is_sketched: bool
     overlaps: bool
-    interpret: bool
 
     @property
     def num_tiles(self) -> int:
@@ -153,7 +151,7 @@ class WalkTiling:
     @property
     def shares_keys(self) -> bool:
         """Whether the split keys stay in shared memory, for both warpgroups."""
-        return self.num_chunks == 1 and not self.interpret
+        return self.num_chunks == 1 and not ops.is_interpreted()
 
     @property
     def low_exponent(self) -> int:
@@ -179,13 +177,9 @@ class WalkTiling:
         """Exponent of a tile's largest weight."""
         return min(self.low_exponent, _WEIGHT_EXPONENT) if self.is_low else _WEIGHT_EXPONENT
 
-    def threads(self) -> dict[str, Any]:
-        """Returns launch options: one thread per half, but a single one for the interpreter."""
-        return {} if self.interpret else {"num_threads": _HALVES, "thread_name": "half"}
-
     def halves(self) -> list[Array]:
         """Returns this thread's half; for the interpreter both, first the one that hands over."""
-        if self.interpret:
+        if ops.is_interpreted():
             return [jnp.int32(half) for half in (1, 0)]
         return [jax.lax.axis_index("half")]
 
@@ -329,7 +323,7 @@ def _shifts_by(peaks: Float[Array, "R"], top: int) -> Int[Array, "R"]:
 
 def _write_parts(x: Float[Array, "R C"], shift: Int[Array, "R"], parts: Any) -> None:
     """Splits `2^shift x` into two parts and writes them over `x` in shared memory."""
-    row_ops.barrier(interpret=False)  # all have read what was there
+    row_ops.barrier()  # all have read what was there
     x = x * ops.spread(power_of_two(shift), x.shape, 0)
     high = x.astype(jnp.float16)
     parts[0, ...] = high
@@ -422,7 +416,7 @@ class _Tiles:
 
     def await_warps(self) -> None:
         """Waits for the other warps of the warpgroup."""
-        row_ops.barrier(interpret=self.tiling.interpret)
+        row_ops.barrier()
 
     # Operands
 
@@ -508,8 +502,7 @@ class _Tiles:
         return largest
 
     def _maximum(self, x: Array) -> Array:
-        interpret = self.tiling.interpret
-        return row_ops.maximum(x, self.memory.maxima, layout=_BY_KEY, interpret=interpret)
+        return row_ops.maximum(x, self.memory.maxima, layout=_BY_KEY)
 
     # Scores
 
@@ -533,7 +526,7 @@ class _Tiles:
 
     def _score(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Computes a tile's scores, and during the product the weights."""
-        if self.tiling.interpret:
+        if ops.is_interpreted():
             return self._score_interpreted(query_tile, state, is_only=is_only)
         if self.tiling.num_chunks == 1:
             return self._score_chunk(query_tile, state, is_only=is_only)
@@ -912,6 +905,7 @@ def walk_row_kernel(
     *,
     tiling: WalkTiling,
     height: int,
+    interpret: bool,
 ) -> RowParts:
     """Computes scores of one token per sequence, and its next row of the walk in parts.
 
@@ -924,6 +918,7 @@ def walk_row_kernel(
       positions: Positions of the tokens.
       tiling: Static parameters.
       height: Tiles of key blocks in the results, with padding.
+      interpret: Whether the interpreter runs the kernel, in which one thread has both halves.
 
     Returns:
       The parts.
@@ -949,10 +944,11 @@ def walk_row_kernel(
         ],
         grid=(*tiling.grid, batch),
         grid_names=("index", "line", "sequence"),
-        **tiling.threads(),
+        **({} if interpret else {"num_threads": _HALVES, "thread_name": "half"}),
         scratch_types=_scratch(tiling),
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(tiling.interpret, detect_races=False),
+        interpret=interpret,
+        detect_races=False,
         kernel_name="sketchwalk_walk_row",
     )(
         rows,
