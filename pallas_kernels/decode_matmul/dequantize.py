@@ -17,17 +17,12 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import llvm as typed_llvm
 from jaxlib.mlir.dialects import vector
 from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-llvm: Any = typed_llvm
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, llvm
 
 TYPES = ("float8_e4m3fn", "int8")
 """Types of 8-bit weights."""

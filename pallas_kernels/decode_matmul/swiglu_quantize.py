@@ -40,18 +40,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, nvvm
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, BFloat16, Float, Float32
 
 from sketchwalk_jax.pallas_kernels.config import num_multiprocessors, why_not_swiglu_quantize
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-scf: Any = typed_scf
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 
 # These change the speed of the kernel, not its results.
 _WARPGROUPS = 4  # per SM; each thread then has at most 128 registers

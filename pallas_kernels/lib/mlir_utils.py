@@ -10,10 +10,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, nvvm, vector
 from jaxlib.mlir.dialects import llvm as typed_llvm
+from jaxlib.mlir.dialects import math as typed_math
+from jaxlib.mlir.dialects import scf as typed_scf
 
 # The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 llvm: Any = typed_llvm
+math: Any = typed_math
+scf: Any = typed_scf
 
 LANES = 32  # threads of a warp
 _ALL_LANES = -1  # bit mask

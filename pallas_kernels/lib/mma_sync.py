@@ -24,14 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import llvm, memref, nvvm, vector
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
-
-arith: Any = typed_arith  # the module's type annotations lack its functions' operands
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 
 PAGE = 16  # rows per copied page
 NOBODY = 64  # beyond any query's place in a tile: no query sees the value

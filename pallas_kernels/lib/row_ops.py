@@ -18,20 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, memref, nvvm, vector
-from jaxlib.mlir.dialects import math as typed_math
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math, scf
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-math: Any = typed_math
-scf: Any = typed_scf
 
 WARPS, LANES = 4, mlir.LANES  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES

@@ -9,15 +9,10 @@ A pair is in bytes 0 and 2 of a word, or in bytes 1 and 3; a byte's low four bit
 the first half, its high four bits one of the second half (`BlockCodes`).
 """
 
-from typing import Any
-
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
-
-# The module's type annotations lack the operands of its functions.
-arith: Any = typed_arith
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 
 LOW, HIGH = 0, 1  # halves of the channels, and of a byte
 NO_STEP = -128  # scale exponent of a block without keys

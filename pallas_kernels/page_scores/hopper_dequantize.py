@@ -22,15 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 from sketchwalk_jax.pallas_kernels.page_scores import hopper_max_logits as max_logits
-
-# The module's type annotations lack the operands of its functions.
-arith: Any = typed_arith
 
 _KEYS = max_logits.BLOCK
 _OF_GROUP = max_logits.GROUP * _KEYS  # keys

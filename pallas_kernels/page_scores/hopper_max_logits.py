@@ -30,17 +30,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import llvm as typed_llvm
 from jaxlib.mlir.dialects import memref, vector
 from jaxtyping import Array, Float
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-llvm: Any = typed_llvm
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, llvm
 
 QUERIES = 64  # per warpgroup
 BLOCK = 64  # keys per block

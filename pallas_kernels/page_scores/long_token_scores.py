@@ -27,20 +27,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import memref
 from jaxtyping import Array, Float, Int, Shaped
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math
 from sketchwalk_jax.pallas_kernels.page_scores.token_scores import PAGE, TokenParts
 from sketchwalk_jax.precision import MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-math: Any = typed_math
 
 _HEADS = 8  # divides the heads of a warpgroup
 _PARTS = 64  # parts per array in registers

@@ -25,19 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import memref, nvvm
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Bool, Float
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-math: Any = typed_math
-scf: Any = typed_scf
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math, scf
 
 _QUERIES = 64  # per row
 _PLACES = _QUERIES - 1  # mask of the low bits, which hold the place
