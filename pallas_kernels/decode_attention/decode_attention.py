@@ -1,11 +1,8 @@
 """Attention of one token per sequence over its key blocks, on NVIDIA GPUs from Ampere on.
 
-This is step 7 of Algorithm 2. A unit is up to 16 query heads that share a list of block indices and
-a key/value head. A thread block attends to one part of one unit's list: a batch of one has fewer
-units than the GPU has multiprocessors (SMs), so lists are split, and a second kernel adds the parts
-in a fixed order. The warps of a thread block share no keys: in each step a warp copies its own page
-of 16 keys (`cp.async`) and multiplies it with the unit's queries, whose heads are the 16 rows of a
-product (`mma.sync`):
+A thread block attends to one part of one unit's list (`parts`), of up to 16 heads. The warps of a
+thread block share no keys: in each step a warp copies its own page of 16 keys (`cp.async`) and
+multiplies it with the unit's queries, whose heads are the 16 rows of a product (`mma.sync`):
 
     S = Q Kᵀ                                    [heads, keys]
     m' = max(m, S over keys),  P = 2^(S - m')    scores in base 2
@@ -24,34 +21,38 @@ length are not read: the copy fills in zeros, and their scores are masked.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sketchwalk_jax.pallas_kernels.config import (
     DECODE_HEADS,
-    KernelConfig,
-    default_kernel_config,
     num_multiprocessors,
     shared_memory,
-    why_not_shape,
-    without_derivative,
+)
+from sketchwalk_jax.pallas_kernels.decode_attention.parts import (
+    COLUMNS,
+    FEATURES,
+    STEP,
+    Tiling,
+    add_parts,
+    along_keys,
+    attend,
+    finish,
+    num_splits,
 )
 from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mma_sync import PAGE
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _MAX_HEADS = 16  # per thread block: rows of a product
-_WARPS = row_ops.WARPS
+_WARPS = row_ops.WARPS  # each has a page of a step
 _ROWS = _WARPS * _MAX_HEADS
-_STEP = _WARPS * PAGE  # keys per step
-_COLUMNS, _FEATURES = 8, 64  # per thread block of the combining kernel
-_MAX_SPLITS = 64  # parts per list
 _PARTS = 16  # parts in registers at a time
 _WANTED_STAGES, _MAX_STAGES = 3, 5
 _MAX_PROGRAMS = 4  # per SM
@@ -71,140 +72,69 @@ def sizes(head_dim: int, memory: int) -> tuple[int, int]:
     return programs, min(_MAX_STAGES, (memory // programs - other) // step)
 
 
-def heads_of_unit(num_heads: int, kv_heads: int, num_lists: int, *, most: int) -> int:
-    """Returns the query heads per unit, which share a list and a key/value head; at most `most`."""
-    group = num_heads // max(num_lists, kv_heads)
-    return max(x for x in range(1, most + 1) if group % x == 0)
-
-
-def num_splits(units: int, list_blocks: int, block_size: int, *, programs: int) -> int:
-    """Chooses the number of parts per list: the fewest that keep all multiprocessors busy.
-
-    Args:
-      units: Units in all sequences.
-      list_blocks: Capacity of a list.
-      block_size: Tokens per block.
-      programs: Thread blocks that the GPU runs at a time.
-
-    Returns:
-      A number from 1 to 64.
-    """
-    steps = -(-list_blocks * block_size // max(_STEP, block_size))
-
-    def time(splits: int) -> tuple[int, int]:  # in steps, with the costs of launching and combining
-        waves = -(-units * splits // programs)
-        return waves * (-(-steps // splits) + 3) + (2 if splits > 1 else 0), splits
-
-    return min(range(1, min(steps, _MAX_SPLITS) + 1), key=time)
-
-
 def _step_bytes(head_dim: int) -> int:
     """Bytes of keys and values per step."""
-    return _STEP * 2 * head_dim * 2
+    return STEP * 2 * head_dim * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiling:
-    """Static parameters of a call.
+class _Tiling(Tiling):
+    """Static parameters of a call; the head_dim is 64 or 128.
 
     Attributes:
-      batch: Sequences.
-      units: Groups of heads that share a list and a key/value head, in each sequence.
-      group: Query heads of a unit.
-      kv_heads: Key/value heads.
-      num_lists: Lists per sequence: 1, or one for each key/value or query head.
-      head_dim: Features per head, 64 or 128.
       num_blocks: Blocks per sequence in the cache.
       entry: Pages per block.
-      stages: Steps in shared memory at a time.
-      splits: Parts per list.
-      dtype: Type of queries, keys, values and output.
-      exponent: Factor of the scores in base 2.
-      return_lse: Whether to return the log-sum-exp.
     """
 
-    batch: int
-    units: int
-    group: int
-    kv_heads: int
-    num_lists: int
-    head_dim: int
     num_blocks: int
     entry: int
-    stages: int
-    splits: int
-    dtype: Any
-    exponent: float
-    return_lse: bool
+
+    head_dims = DECODE_HEADS
+    most_heads = _MAX_HEADS
 
     @classmethod
     def of(
-        cls,
-        query: Any,
-        key: Any,
-        ids: Any,
-        *,
-        scale: float,
-        block_size: int,
-        return_lse: bool,
-        kernel_config: KernelConfig,
-    ) -> "_Tiling":
-        """Returns the tiling for a call with these arrays."""
-        batch, _, num_heads, head_dim = query.shape
-        key_tokens, kv_heads = key.shape[2:4]
-        num_lists, list_blocks = ids.shape[1], ids.shape[-1]
-        group = heads_of_unit(num_heads, kv_heads, num_lists, most=_MAX_HEADS)
-        units = num_heads // group
+        cls, shape: dict[str, Any], query: Any, key: Any, ids: Any, block_size: int, interpret: bool
+    ) -> Self:
+        """Returns the tiling for a call with these arrays; `shape` has the first fields."""
+        head_dim, list_blocks = query.shape[-1], ids.shape[-1]
         programs, stages = sizes(head_dim, shared_memory())
         programs *= num_multiprocessors()
-        splits = num_splits(batch * units, list_blocks, block_size, programs=programs)
-        steps = -(-list_blocks * block_size // (_STEP * splits))
+        units = shape["batch"] * shape["units"]
+        splits = num_splits(units, list_blocks, block_size, programs=programs)
+        steps = -(-list_blocks * block_size // (STEP * splits))
         return cls(
-            batch=batch,
-            units=units,
-            group=group,
-            kv_heads=kv_heads,
-            num_lists=num_lists,
+            **shape,
             head_dim=head_dim,
-            num_blocks=key_tokens // block_size,
+            num_blocks=key.shape[2] // block_size,
             entry=block_size // PAGE,
             stages=max(2, min(stages, steps + 1)),
             splits=splits,
-            dtype=query.dtype,
-            exponent=scale * math.log2(math.e),
-            return_lse=return_lse,
         )
 
-    @property
-    def places(self) -> int:
-        """Number of units in all sequences."""
-        return self.batch * self.units
-
-    @property
-    def columns(self) -> int:
-        """Heads per unit, padded to a multiple of the combining kernel's 8."""
-        return -(-self.group // _COLUMNS) * _COLUMNS
-
-    @property
-    def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the output and, if requested, the log-sum-exp."""
-        out = [jax.ShapeDtypeStruct((self.places * self.group, self.head_dim), self.dtype)]
-        lse = jax.ShapeDtypeStruct((self.places, self.columns), jnp.float32)
-        return [*out, lse] if self.return_lse else out
-
-    @property
-    def parts(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of each part's sums, and of their running maxima and denominators."""
-        shape = (self.splits, self.places)
-        return [
-            jax.ShapeDtypeStruct((*shape, self.head_dim, self.columns), jnp.float32),
-            jax.ShapeDtypeStruct((*shape, 2, self.columns), jnp.float32),
-        ]
+    def launch(
+        self, query: Array, key: Array, value: Array, *lists: Array, interpret: bool
+    ) -> Sequence[Array]:
+        """Runs the kernels; returns the output `[B, 1, N, H]`, and the log-sum-exp if requested."""
+        # Reductions across warps and their barriers are explicit in this module.
+        params = ops.compiler_params(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        )
+        out, *lse = self.run(
+            (query.reshape(-1, self.head_dim), key, value, *lists),
+            _attend_to_part,
+            _combine_parts,
+            scratch=self.scratch,
+            kernel_name="block_sparse_decode",
+            compiler_params=params,
+            interpret=interpret,
+        )
+        return out.reshape(query.shape), *lse
 
     @property
     def scratch(self) -> dict[str, Any]:
         """Shared memory of a thread block: keys, values, and one number per row."""
-        slots = (self.stages, _STEP, self.head_dim)
+        slots = (self.stages, STEP, self.head_dim)
         return {
             "keys": ops.tiled(slots, self.dtype),
             "values": ops.tiled(slots, self.dtype),
@@ -370,57 +300,11 @@ def _add_step(
     return _Sums(maximum, sums.total * decay + jnp.sum(p, axis=1), o)
 
 
-def add_parts(
-    parts: Any, statistics: Any, place: Any, rows: Any, columns: Any, splits: Sequence[Any]
-) -> tuple[Float[Array, "64 8"], Float[Array, "8"], Float[Array, "8"]]:
-    """Returns `Oᵀ`, denominator and running maximum of some parts, for 8 heads of one unit.
-
-    Args:
-      parts: Sums of each part, `[splits, places, features, heads]`.
-      statistics: Running maxima and denominators of the sums, `[splits, places, 2, heads]`.
-      place: Index of the unit among those of all sequences.
-      rows: Slice of 64 features.
-      columns: Slice of 8 heads.
-      splits: Indices of the parts, in order.
-    """
-
-    def by_head(split: Any, index: int) -> Array:
-        return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
-
-    maxima = [by_head(split, 0) for split in splits]
-    maximum = functools.reduce(jnp.maximum, maxima)
-    weights = [jnp.exp2(x - maximum) for x in maxima]
-    totals = [by_head(split, 1) * weight for split, weight in zip(splits, weights, strict=True)]
-    total = functools.reduce(jnp.add, totals)
-
-    def weighted(split: Any, weight: Array) -> Array:
-        part = ops.read(parts.at[split, place, rows, columns])
-        return part * along_keys(weight, part.shape)
-
-    o = [weighted(split, weight) for split, weight in zip(splits, weights, strict=True)]
-    return functools.reduce(jnp.add, o), total, maximum
-
-
-def finish(
-    o: Float[Array, "H n"], total: Float[Array, "n"], maximum: Float[Array, "n"]
-) -> tuple[Float[Array, "H n"], Float[Array, "n"]]:
-    """Returns output and log-sum-exp of a finished sum; 0 and -inf if no key was added."""
-    is_empty = total == 0.0
-    safe = jnp.where(is_empty, 1.0, total)
-    lse = jnp.where(is_empty, -jnp.inf, (maximum + jnp.log2(safe)) / math.log2(math.e))
-    return o * along_keys(1.0 / safe, o.shape), lse
-
-
-def along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m n"]:
-    """Repeats a row of one number per head."""
-    return ops.spread(x, shape, 1)
-
-
 def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling: _Tiling) -> None:
     """Adds the parts of 8 heads of one unit in order, for one tile of features."""
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
-    first = jax.lax.axis_index("heads") * _COLUMNS
-    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _FEATURES, _FEATURES)
+    first = jax.lax.axis_index("heads") * COLUMNS
+    columns, rows = pl.ds(first, COLUMNS), pl.ds(chunk * FEATURES, FEATURES)
     add = functools.partial(add_parts, parts, statistics, place, rows, columns)
     first_parts = (tiling.splits - 1) % _PARTS + 1
 
@@ -453,107 +337,5 @@ def _log2(x: int) -> int:
     return x.bit_length() - 1
 
 
-def check_arguments(query: Any, block_size: int, *, heads: Sequence[int] | None = None) -> None:
-    """Raises an error for arguments that a decode kernel cannot take.
-
-    Args:
-      query: The queries `[B, 1, N, H]`.
-      block_size: Tokens per block.
-      heads: Each `H` that the kernel takes; any up to the most if left out.
-    """
-    reason = why_not_shape(query, block_size=block_size, decode_heads=heads)
-    if reason is not None:
-        raise ValueError(f"query and block_size must fit the kernel: {reason}")
-
-
-def decode_attention_kernel(
-    query: Float[Array, "B 1 N H"],
-    key: Float[Array, "L B S K H"],
-    value: Float[Array, "L B S K H"],
-    ids: Int[Array, "B M 1 P"],
-    counts: Int[Array, "B M 1"],
-    *,
-    layer: Int[Array, ""] | int,
-    kv_lengths: Int[Array, "B"],
-    scale: float,
-    block_size: int = 64,
-    return_lse: bool = False,
-    kernel_config: KernelConfig | None = None,
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
-    """Computes exact attention of one token per sequence over its listed blocks.
-
-    It runs on any NVIDIA GPU of compute capability 8.0 or higher.
-
-    Args:
-      query: The current token's queries, bfloat16 or float16, with a head_dim of 64 or 128.
-      key: Stacked cache of keys, the current token's included; `S` is a multiple of the block size.
-      value: Values, shaped like `key`.
-      ids: Block indices in any order, for all heads (`M = 1`), each key/value head or each query
-        head.
-      counts: Number of indices in each list; later entries of `ids` are never read.
-      layer: Layer of the cache, which is read in place.
-      kv_lengths: Number of keys in each sequence; the cache may hold anything after them.
-      scale: Factor of the scores.
-      block_size: Tokens per block: 64, 128, or the 16 of a page.
-      return_lse: Whether to return the log-sum-exp of the scaled scores.
-      kernel_config: Tile sizes; they change the result only by rounding. A step has 64 keys.
-
-    Returns:
-      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
-      `None`.
-
-    Raises:
-      ValueError: If the kernel does not support these arguments.
-      NotImplementedError: If a derivative is taken.
-    """
-    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
-    check_arguments(query, block_size, heads=DECODE_HEADS)
-    batch, _, num_heads, head_dim = query.shape
-    tiling = _Tiling.of(
-        query,
-        key,
-        ids,
-        scale=scale,
-        block_size=block_size,
-        return_lse=return_lse,
-        kernel_config=kernel_config,
-    )
-    make_kernel = functools.partial(
-        ops.kernel,
-        # Reductions across warps and their barriers are explicit in this module.
-        compiler_params=ops.compiler_params(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-        interpret=kernel_config.interpret,
-    )
-    attend = make_kernel(
-        functools.partial(_attend_to_part, tiling=tiling),
-        out_type=tiling.parts if tiling.splits > 1 else tiling.outputs,
-        grid=(batch, tiling.splits, tiling.units),
-        grid_names=("batch", "split", "unit"),  # the last varies fastest
-        scratch_types=tiling.scratch,
-        kernel_name="block_sparse_decode",
-    )
-    outputs = without_derivative(attend)(
-        query.reshape(-1, head_dim),
-        key,
-        value,
-        ids[:, :, 0],
-        counts[:, :, 0],
-        jnp.asarray(layer, jnp.int32).reshape(1),
-        kv_lengths.astype(jnp.int32),
-    )
-    if tiling.splits > 1:
-        combine = make_kernel(
-            functools.partial(_combine_parts, tiling=tiling),
-            out_type=tiling.outputs,
-            grid=(tiling.places, tiling.columns // _COLUMNS, head_dim // _FEATURES),
-            grid_names=("unit", "heads", "chunk"),
-            kernel_name="combine_decode",
-        )
-        outputs = combine(*outputs)
-    out = outputs[0].reshape(batch, 1, num_heads, head_dim)
-    if not return_lse:
-        return out, None
-    lse = outputs[1].reshape(batch, tiling.units, -1)[:, :, : tiling.group]
-    return out, lse.reshape(batch, 1, num_heads)
+decode_attention_kernel: Callable[..., Any] = functools.partial(attend, _Tiling)
+"""`parts.attend` on any NVIDIA GPU of compute capability 8.0 or higher; heads of 64 or 128."""

@@ -1,11 +1,8 @@
 """Attention of one token per sequence over its key blocks, on Hopper: `softmax(scale q Kᵀ) V`.
 
-This is step 7 of Algorithm 2. A unit is the query heads that share a list and a key/value head. The
-grid has a program for every sequence, unit and part (split) of a list: at batch 1 there are fewer
-units than multiprocessors, so lists are split. A second small kernel then adds the parts in a fixed
-order; a list in one part needs none. The operands are swapped: keys and features, of which there
-are many, fill the 64 rows of a matrix instruction, and heads, of which there are few, its columns,
-8 at least:
+The grid has a program for every sequence, unit and part of a list (`parts`). The operands are
+swapped: keys and features, of which there are many, fill the 64 rows of a matrix instruction, and
+heads, of which there are few, its columns, 8 at least:
 
     Sᵀ = K Qᵀ                                   [keys, heads]
     m' = max(m, Sᵀ over keys),  P = 2^(Sᵀ - m')  scores in base 2
@@ -22,138 +19,83 @@ thread passes before all threads have left the step.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from sketchwalk_jax.pallas_kernels.config import (
-    KernelConfig,
-    default_kernel_config,
-    num_multiprocessors,
-    without_derivative,
-)
-from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
+from sketchwalk_jax.pallas_kernels.config import num_multiprocessors
+from sketchwalk_jax.pallas_kernels.decode_attention.parts import (
+    COLUMNS,
+    STEP,
+    Tiling,
     add_parts,
     along_keys,
-    check_arguments,
+    attend,
     finish,
-    heads_of_unit,
     num_splits,
 )
 from sketchwalk_jax.pallas_kernels.lib import ops
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
 
 _ROWS = 64  # of a matrix instruction
-_COLUMNS = 8  # the fewest of a matrix instruction
 _MAX_HEADS = 32  # of a program, so that registers suffice
-_STEP = 64  # keys of a step at least; a block of 128 is a step of its own
+_STEP = STEP  # a block of 128 is a step of its own
 _FEW_SPLITS = 4
 _SHARED_BYTES = 220 * 1024  # of 227 KiB; barriers and reductions take some
 # Shared memory for keys and values. With many parts each is short, and latency rules.
 _BUFFER_BYTES, _BRIEF_BUFFER_BYTES = 192 * 1024, 96 * 1024
-_LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiling:
-    """Static sizes of a call.
+class _Tiling(Tiling):
+    """Static sizes of a call; the head_dim has the padding that matrix instructions need.
 
     Attributes:
-      batch: Sequences.
-      units: Groups of heads that share a list and a key/value head, in each sequence.
-      group: Query heads of a unit.
-      kv_heads: Key/value heads.
-      num_lists: Lists per sequence: 1, or one for each key/value or query head.
-      head_dim: Features, with the padding that matrix instructions need.
       key_tokens: Keys of a sequence that the cache holds.
       block_size: Tokens per block.
       step_keys: Keys of one step.
-      stages: Steps that are in shared memory at a time.
-      splits: Parts of a list.
-      dtype: Type of queries, keys, values and output.
-      scale: Factor of the scores.
       overlap: Whether the kernel that combines starts before the parts are done, and waits.
-      return_lse: Whether the log-sum-exp is wanted.
     """
 
-    batch: int
-    units: int
-    group: int
-    kv_heads: int
-    num_lists: int
-    head_dim: int
     key_tokens: int
     block_size: int
     step_keys: int
-    stages: int
-    splits: int
-    dtype: Any
-    scale: float
     overlap: bool
-    return_lse: bool
+
+    most_heads = _MAX_HEADS
 
     @classmethod
     def of(
-        cls,
-        query: Any,
-        key: Any,
-        ids: Any,
-        *,
-        scale: float,
-        block_size: int,
-        return_lse: bool,
-        kernel_config: KernelConfig,
-    ) -> "_Tiling":
-        """Returns the tiling of a call with these arrays."""
-        batch, _, num_heads, head_dim = query.shape
-        key_tokens, kv_heads = key.shape[2:4]
-        num_lists, list_blocks = ids.shape[1], ids.shape[-1]
+        cls, shape: dict[str, Any], query: Any, key: Any, ids: Any, block_size: int, interpret: bool
+    ) -> Self:
+        """Returns the tiling for a call with these arrays; `shape` has the first fields."""
+        head_dim, list_blocks = query.shape[-1], ids.shape[-1]
         head_dim += max(_ROWS - head_dim, -head_dim % 16)
-        group = heads_of_unit(num_heads, kv_heads, num_lists, most=_MAX_HEADS)
-        units = num_heads // group
         step_keys = max(_STEP, block_size)
-        programs = num_multiprocessors()
-        splits = num_splits(batch * units, list_blocks, block_size, programs=programs)
+        units, programs = shape["batch"] * shape["units"], num_multiprocessors()
+        splits = num_splits(units, list_blocks, block_size, programs=programs)
         # Queries take memory twice, and weights once; their heads are padded to 8.
-        other_bytes = (group + 7) * (2 * 2 * _ROWS + step_keys) * query.dtype.itemsize
+        other_bytes = (shape["group"] + 7) * (2 * 2 * _ROWS + step_keys) * query.dtype.itemsize
         is_brief = splits > _FEW_SPLITS
         buffer_bytes = _BRIEF_BUFFER_BYTES if is_brief else _BUFFER_BYTES
         buffer_bytes = min(buffer_bytes, _SHARED_BYTES - other_bytes)
         stage_bytes = step_keys * 2 * head_dim * query.dtype.itemsize
         steps = -(-list_blocks * block_size // (step_keys * splits))
         return cls(
-            batch=batch,
-            units=units,
-            group=group,
-            kv_heads=kv_heads,
-            num_lists=num_lists,
+            **shape,
             head_dim=head_dim,
-            key_tokens=key_tokens,
+            key_tokens=key.shape[2],
             block_size=block_size,
             step_keys=step_keys,
             stages=max(2, min(buffer_bytes // stage_bytes, steps + 1)),
             splits=splits,
-            dtype=query.dtype,
-            scale=scale,
-            overlap=is_brief and not kernel_config.interpret,
-            return_lse=return_lse,
+            overlap=is_brief and not interpret,
         )
-
-    @property
-    def places(self) -> int:
-        """Counts the units of all sequences."""
-        return self.batch * self.units
-
-    @property
-    def columns(self) -> int:
-        """Counts the heads of a unit, padded to what a matrix instruction takes."""
-        return -(-self.group // _COLUMNS) * _COLUMNS
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -175,22 +117,28 @@ class _Tiling:
         """Counts the blocks of one step."""
         return self.step_keys // self.block_size
 
-    @property
-    def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the output, and of the log-sum-exp where it is wanted."""
-        heads = self.places * self.group
-        out = [jax.ShapeDtypeStruct((heads, self.features), self.dtype)]
-        lse = jax.ShapeDtypeStruct((self.places, self.columns), jnp.float32)
-        return [*out, lse] if self.return_lse else out
-
-    @property
-    def parts(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of each part's sums, and of their maxima and denominators."""
-        shape = (self.splits, self.places)
-        return [
-            jax.ShapeDtypeStruct((*shape, self.features, self.columns), jnp.float32),
-            jax.ShapeDtypeStruct((*shape, 2, self.columns), jnp.float32),
-        ]
+    def launch(
+        self, query: Array, key: Array, value: Array, *lists: Array, interpret: bool
+    ) -> Sequence[Array]:
+        """Runs the kernels; returns the output `[B, 1, N, H]`, and the log-sum-exp if requested."""
+        head_dim, cache = query.shape[-1], (-1, self.kv_heads, self.head_dim)
+        keys, values = (_pad_features(x, self.head_dim - head_dim) for x in (key, value))
+        query_rows = _pad_features(query, self.features - head_dim).reshape(-1, self.features)
+        out, *lse = self.run(
+            (query_rows, keys.reshape(cache), values.reshape(cache), *lists),
+            _attend_to_part,
+            _combine_parts,
+            scratch=[_Scratch.of(self)],
+            combine_scratch=[plgpu.SMEM((COLUMNS, _ROWS), self.dtype)],
+            kernel_name="hopper_decode_attention_kernel",
+            compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
+            interpret=interpret,
+        )
+        out = out.reshape(*query.shape[:3], self.features)
+        if self.features > self.head_dim:  # the chunks overlap
+            rest = out[..., self.features - (self.head_dim - _ROWS) :]
+            out = jnp.concatenate([out[..., :_ROWS], rest], axis=-1)
+        return out[..., :head_dim], *lse
 
 
 # One part of a list
@@ -460,7 +408,7 @@ def _multiply_keys(tiling: _Tiling, scratch: _Scratch, slot: Any) -> Array:
         return acc[...]
 
     s = pl.run_scoped(multiply, plgpu.ACC((tiling.step_keys, tiling.columns)))
-    return s * (tiling.scale * _LOG2_E)
+    return s * tiling.exponent
 
 
 def _multiply_values(
@@ -505,8 +453,8 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _T
     if tiling.overlap:
         plgpu.griddepcontrol_wait()
     place, chunk = jax.lax.axis_index("unit"), jax.lax.axis_index("chunk")
-    first = jax.lax.axis_index("heads") * _COLUMNS
-    columns, rows = pl.ds(first, _COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
+    first = jax.lax.axis_index("heads") * COLUMNS
+    columns, rows = pl.ds(first, COLUMNS), pl.ds(chunk * _ROWS, _ROWS)
     o, lse = finish(*add_parts(parts, statistics, place, rows, columns, range(tiling.splits)))
     if lse_out:
 
@@ -521,95 +469,20 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *rest: Any, tiling: _T
         target = out.at[pl.ds(place * tiling.group + first, heads), rows]
         plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, heads)], target)
 
-    whole, remaining = divmod(tiling.group, _COLUMNS)
+    whole, remaining = divmod(tiling.group, COLUMNS)
     if whole:
-        pl.when(first < whole * _COLUMNS)(lambda: write(_COLUMNS))
+        pl.when(first < whole * COLUMNS)(lambda: write(COLUMNS))
     if remaining:
-        pl.when(first == whole * _COLUMNS)(lambda: write(remaining))
+        pl.when(first == whole * COLUMNS)(lambda: write(remaining))
     plgpu.wait_smem_to_gmem(0)
-
-
-def hopper_decode_attention_kernel(
-    query: Float[Array, "B 1 N H"],
-    key: Float[Array, "L B S K H"],
-    value: Float[Array, "L B S K H"],
-    ids: Int[Array, "B M 1 P"],
-    counts: Int[Array, "B M 1"],
-    *,
-    layer: Int[Array, ""],
-    kv_lengths: Int[Array, "B"],
-    scale: float,
-    block_size: int = 64,
-    return_lse: bool = False,
-    kernel_config: KernelConfig | None = None,
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
-    """Exact attention of one token per sequence over its listed blocks.
-
-    It takes and returns what `decode_attention.decode_attention_kernel` does, on Hopper, and heads
-    of any multiple of 8 features up to 128. With fewer than 64 features, or no multiple of 16, it
-    copies the whole cache.
-
-    Raises:
-      ValueError: If the kernel cannot take these arguments.
-      NotImplementedError: If a derivative is taken.
-    """
-    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
-    check_arguments(query, block_size)
-    tiling = _Tiling.of(
-        query,
-        key,
-        ids,
-        scale=scale,
-        block_size=block_size,
-        return_lse=return_lse,
-        kernel_config=kernel_config,
-    )
-    batch, _, num_heads, head_dim = query.shape
-    if padding := tiling.head_dim - head_dim:
-        key, value = _pad_features(key, padding), _pad_features(value, padding)
-    cache = (-1, tiling.kv_heads, tiling.head_dim)
-    make_kernel = functools.partial(
-        ops.kernel,
-        compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=kernel_config.interpret,
-    )
-    attend = make_kernel(
-        functools.partial(_attend_to_part, tiling=tiling),
-        out_type=tiling.parts if tiling.splits > 1 else tiling.outputs,
-        grid=(batch, tiling.splits, tiling.units),
-        grid_names=("batch", "split", "unit"),  # the last varies fastest
-        scratch_types=[_Scratch.of(tiling)],
-        kernel_name="hopper_decode_attention_kernel",
-    )
-    outputs = without_derivative(attend)(
-        _pad_features(query, tiling.features - head_dim).reshape(-1, tiling.features),
-        key.reshape(cache),
-        value.reshape(cache),
-        ids[:, :, 0],
-        counts[:, :, 0],
-        jnp.reshape(layer, (1,)).astype(jnp.int32),
-        kv_lengths.astype(jnp.int32),
-    )
-    if tiling.splits > 1:
-        combine = make_kernel(
-            functools.partial(_combine_parts, tiling=tiling),
-            out_type=tiling.outputs,
-            grid=(tiling.places, tiling.columns // _COLUMNS, tiling.features // _ROWS),
-            grid_names=("unit", "heads", "chunk"),
-            scratch_types=[plgpu.SMEM((_COLUMNS, _ROWS), tiling.dtype)],
-            kernel_name="combine_decode",
-        )
-        outputs = combine(*outputs)
-    out = outputs[0].reshape(batch, 1, num_heads, tiling.features)
-    if tiling.features > tiling.head_dim:  # the chunks overlap
-        rest = out[..., tiling.features - (tiling.head_dim - _ROWS) :]
-        out = jnp.concatenate([out[..., :_ROWS], rest], axis=-1)
-    out = out[..., :head_dim]
-    if not return_lse:
-        return out, None
-    lse = outputs[1].reshape(batch, tiling.units, -1)[:, :, : tiling.group]
-    return out, lse.reshape(batch, 1, num_heads)
 
 
 def _pad_features(x: Array, padding: int) -> Array:
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
+
+
+hopper_decode_attention_kernel: Callable[..., Any] = functools.partial(attend, _Tiling)
+"""`parts.attend` on Hopper, for heads of any multiple of 8 features up to 128.
+
+With fewer than 64 features, or no multiple of 16, it copies the whole cache.
+"""
