@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Int
 
@@ -99,16 +98,12 @@ def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling) -> None:
     if ops.is_interpreted():
         _multiply_interpreted(x, own_layer, sources, targets, tile, part, tiling)
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(scalar, scalar, scalar, reference, *(reference,) * len(arrays)))
-    def multiply(_: Any, *arguments: Any) -> None:
-        layer, tile, part = (mlir.scalars(one)[0] for one in arguments[:3])
-        x, *others = arguments[3:]
+    @mlir.emit(x, *arrays, numbers=(own_layer, tile, part))
+    def _(x: Any, *arguments: Any) -> None:
+        *others, layer, tile, part = arguments
         half = len(others) // 2
         _Warp(tiling, layer, tile, part, x, others[:half], others[half:]).run()
-
-    multiply(own_layer, tile, part, x, *arrays)
 
 
 def _multiply_interpreted(

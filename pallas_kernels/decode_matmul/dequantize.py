@@ -15,7 +15,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 from jaxtyping import Array
@@ -50,20 +49,17 @@ def to_bfloat16(weights: Any) -> Array:
     if ops.is_interpreted():
         return narrow.astype(jnp.bfloat16)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(
-            narrow.shape, jnp.dtype(jnp.bfloat16), layout=ops.ACCUMULATOR
-        ),
-    )
-    def widen(_: Any, narrow: Any) -> Any:
+    kind = mlir.array_type(narrow.shape, jnp.bfloat16, ops.ACCUMULATOR)
+
+    @mlir.emit((narrow, ops.ACCUMULATOR), result=kind)
+    def widen(narrow: Any) -> Any:
         upper = mlir.constant(_UPPER)
         registers = narrow.registers.copy()
         for index, pair in enumerate(narrow.registers.flat):
             registers.flat[index] = _pair(pair, upper)
         return mgpu.FragmentedArray(_registers=registers, _layout=narrow.layout, _is_signed=None)
 
-    return widen(narrow)
+    return widen
 
 
 def _pair(pair: ir.Value, upper: ir.Value) -> ir.Value:

@@ -132,16 +132,14 @@ def sum_squares(squares: Float[Array, "N"], target: Any) -> None:
         target[...] = jnp.sum(squares.reshape(-1, row_ops.LANES), axis=-1)
         return
 
-    @plgpu.inline_mgpu(arg_types=(squares_layout(squares.shape[0]), plgpu.RefType()))
-    def add(_: Any, squares: Any, target: Any) -> None:
+    @mlir.emit((squares, squares_layout(squares.shape[0])), target)
+    def add(squares: Any, target: Any) -> None:
         place = arith.addi(mlir.shared_pointer(target), arith.muli(mlir.warp(), mlir.constant(4)))
         for turn, total in enumerate(mlir.scalars(squares)):
             for distance in (16, 8, 4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
             where = arith.addi(place, mlir.constant(4 * turn * row_ops.WARPS))
             _store(where, arith.bitcast(mlir.i32(), total))  # all lanes store the same number
-
-    add(squares, target)
 
 
 def write(target: Any, factors: Any, rows: Any, scale: Any = None, squares: Any = None) -> Any:
@@ -163,19 +161,15 @@ def write(target: Any, factors: Any, rows: Any, scale: Any = None, squares: Any 
         return _write_plainly(target, factors, rows, scale, squares)
     shifts, top = _SHIFTS[dtype.name], _TOP[dtype.name]
     items = num_rows * lines
-    layouts = [plgpu.RefType(ops.transforms(dtype, ops.SWIZZLE_BYTES))]
-    layouts += [plgpu.RefType()] * 2
-    operands: list[Any] = [target, factors, rows]
-    returns: dict[str, Any] = {}
+    own = target, plgpu.RefType(ops.transforms(dtype, ops.SWIZZLE_BYTES))
+    with_norm, kind = [], None
     if scale is not None:
         layout = squares_layout(squares.shape[0])
-        layouts += [plgpu.RefType(), layout]
-        operands += [scale, squares]
-        kind = plgpu.ShapeDtypeStruct(squares.shape, squares.dtype, layout=layout)
-        returns = {"return_type": kind}
+        with_norm = [scale, (squares, layout)]
+        kind = mlir.array_type(squares.shape, squares.dtype, layout)
 
-    @plgpu.inline_mgpu(arg_types=tuple(layouts), **returns)
-    def write_digits(_: Any, target: Any, factors: Any, rows: Any, *norm: Any) -> Any:
+    @mlir.emit(own, factors, rows, *with_norm, result=kind)
+    def found(target: Any, factors: Any, rows: Any, *norm: Any) -> Any:
         constant, lane = mlir.constant, mlir.lane()
         target, factors, rows = (mlir.shared_pointer(x) for x in (target, factors, rows))
         registers: Any = norm[1].registers.copy() if norm else None
@@ -223,7 +217,7 @@ def write(target: Any, factors: Any, rows: Any, scale: Any = None, squares: Any 
             return None
         return mgpu.FragmentedArray(_registers=registers, _layout=norm[1].layout, _is_signed=None)
 
-    return write_digits(*operands)
+    return found
 
 
 def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: Any) -> Any:
@@ -301,8 +295,8 @@ def add_digits(sums: Any, target: Any, dtype: Any) -> None:
             target[row, :] = sum(found[row * count + index] for index in range(count))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def add(_: Any, sums: Any, target: Any) -> None:
+    @mlir.emit(sums, target)
+    def add(sums: Any, target: Any) -> None:
         constant = mlir.constant
         sums, target = mlir.shared_pointer(sums), mlir.shared_pointer(target)
         # Two rows at a time; a thread without a row repeats the last.
@@ -316,8 +310,6 @@ def add_digits(sums: Any, target: Any, dtype: Any) -> None:
             total = functools.reduce(arith.addf, found)
             where = arith.addi(target, arith.addi(place, arith.muli(own, constant(4 * width))))
             _store(where, arith.bitcast(mlir.i32(), total))
-
-    add(sums, target)
 
 
 def _load_float(place: ir.Value, offset: int) -> ir.Value:
@@ -333,18 +325,17 @@ def _add(total: Array, products: Array, factors: Any) -> Array:
     """Returns `total + products · factors`, rounded once (fused multiply-add)."""
     factor = ops.spread(ops.read(factors, ops.BY_COLUMN), total.shape, 1)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR,) * 3,
-        return_type=plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=ops.ACCUMULATOR),
-    )
-    def add(_: Any, total: Any, products: Any, factor: Any) -> Any:
+    given = [(x, ops.ACCUMULATOR) for x in (total, products, factor)]
+
+    @mlir.emit(*given, result=mlir.array_type(total.shape, total.dtype, ops.ACCUMULATOR))
+    def found(total: Any, products: Any, factor: Any) -> Any:
         registers = total.registers.copy()
         for index, x in enumerate(total.registers.flat):
             own = products.registers.flat[index], factor.registers.flat[index]
             registers.flat[index] = math.fma(*own, x)
         return mgpu.FragmentedArray(_registers=registers, _layout=total.layout, _is_signed=None)
 
-    return add(total, products, factor)
+    return found
 
 
 # The largest magnitude of four numbers, as bits.

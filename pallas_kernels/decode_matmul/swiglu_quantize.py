@@ -149,14 +149,11 @@ def _gate_rows(
 
         jax.lax.fori_loop(0, turns, gate_row, None)
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * 10, scalar))
-    def run(_: Any, *arguments: Any) -> None:
+    @mlir.emit(*read, out, scales, ring, factors, largest, numbers=[program])
+    def _(*arguments: Any) -> None:
         *references, program = arguments
-        _Program(*references, tiling=tiling).run(mlir.scalars(program)[0])
-
-    run(*read, out, scales, ring, factors, largest, program)
+        _Program(*references, tiling=tiling).run(program)
 
 
 class _Program:

@@ -1,9 +1,10 @@
 """Helpers that emit MLIR for per-thread code in kernels."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -24,14 +25,62 @@ _ALL_LANES = -1  # bit mask
 _SWIZZLE = 1  # descriptor code for 128-byte swizzle
 
 
+def emit(
+    *operands: Any, numbers: Sequence[Any] = (), result: Any = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Emits the code of a function for single threads; the decorated name becomes its result.
+
+    Args:
+      *operands: References, or pairs of an array or reference and its layout or kind. The function
+        gets references as MLIR values and arrays as their registers.
+      numbers: Integers that are equal in all threads; the function gets them last, as MLIR values.
+      result: Type of the result, if there is one.
+    """
+    pairs = [x if isinstance(x, tuple) else (x, plgpu.RefType()) for x in operands]
+    kinds = [kind for _, kind in pairs] + [plgpu.Layout.WG_SPLAT(())] * len(numbers)
+
+    def run(body: Callable[..., Any]) -> Any:
+        @plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=result)
+        def call(_: Any, *values: Any) -> Any:
+            own, last = values[: len(pairs)], values[len(pairs) :]
+            return body(*own, *(scalars(x)[0] for x in last))
+
+        return call(*(x for x, _ in pairs), *numbers)
+
+    return run
+
+
+def array_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+    """Returns the result type of a function that gives an array."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
+
+
 def integer_type() -> Any:
     """Returns the result type of a function that gives one integer to all threads."""
-    return plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
+    return array_type((), jnp.int32, plgpu.Layout.WG_SPLAT(()))
 
 
 def as_array(value: ir.Value) -> mgpu.FragmentedArray:
     """Wraps an integer that is equal in all threads as an array."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
+def of_registers(
+    registers: Sequence[ir.Value],
+    shape: tuple[int, ...],
+    layout: Any,
+    *,
+    is_signed: bool | None = None,
+) -> mgpu.FragmentedArray:
+    """Wraps a thread's registers as an array; only integers have a sign."""
+    found = np.empty(len(registers), object)
+    found[:] = registers
+    target = layout.to_mgpu()
+    return mgpu.FragmentedArray(
+        _registers=found.reshape(target.registers_shape(shape)),
+        _layout=target,
+        _is_signed=is_signed,
+    )
 
 
 def i32() -> ir.Type:

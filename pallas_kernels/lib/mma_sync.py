@@ -37,8 +37,7 @@ _WARPS, _THREADS = 4, 128  # per warpgroup
 _ROWS = _WARPS * PAGE
 _CHUNK, _LINE, _TILE = 16, 128, 1024  # bytes of a chunk, of a tile's row, of a tile
 _PER_LINE = _LINE // _CHUNK
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_OF_WARPS = plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.int32), ops.BY_ROW)
+_OF_WARPS = mlir.array_type((_ROWS,), jnp.int32, ops.BY_ROW)
 
 
 # Copies
@@ -67,16 +66,9 @@ def copy_pages(
     width = source.shape[1]
     count = len(firsts)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _tiled(target), *[_SCALAR] * (2 * count)),
-    )
-    def copy(_: Any, source: Any, target: Any, *scalars: Any) -> None:
-        firsts, rooms = (
-            [mlir.scalars(x)[0] for x in part] for part in (scalars[:count], scalars[count:])
-        )
-        _start_copies(source, _Chunks(target, width), firsts, rooms)
-
-    copy(source, target, *map(jnp.int32, (*firsts, *rooms)))
+    @mlir.emit(source, (target, _tiled(target)), numbers=[*map(jnp.int32, (*firsts, *rooms))])
+    def _(source: Any, target: Any, *numbers: Any) -> None:
+        _start_copies(source, _Chunks(target, width), numbers[:count], numbers[count:])
 
 
 def copy_own_pages(
@@ -99,12 +91,10 @@ def copy_own_pages(
         return
     width = source.shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _tiled(target), ops.BY_ROW, ops.BY_ROW))
-    def copy(_: Any, source: Any, target: Any, *numbers: Any) -> None:
+    @mlir.emit(source, (target, _tiled(target)), (firsts, ops.BY_ROW), (rooms, ops.BY_ROW))
+    def _(source: Any, target: Any, *numbers: Any) -> None:
         first, room = (mlir.scalars(x)[0] for x in numbers)
         _start_copies(source, _Chunks(target, width, of_warp=True), [first], [room])
-
-    copy(source, target, firsts, rooms)
 
 
 def _start_copies(
@@ -159,11 +149,9 @@ def warp_barrier() -> None:
 def _emit(code: str) -> None:
     if not ops.is_interpreted():
 
-        @plgpu.inline_mgpu()
-        def emit(_: Any) -> None:
+        @mlir.emit()
+        def emit() -> None:
             mgpu.utils.inline_ptx(code, has_side_effects=True)
-
-        emit()
 
 
 def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
@@ -184,14 +172,16 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(_tiled(source), plgpu.RefType(), _SCALAR))
-    def write(_: Any, source: Any, target: Any, is_wanted: Any) -> None:
+    is_wanted = jnp.asarray(is_wanted).astype(jnp.int32)
+
+    @mlir.emit((source, _tiled(source)), target, numbers=[is_wanted])
+    def write(source: Any, target: Any, is_wanted: Any) -> None:
         chunks = _Chunks(source, width, anew=True)
         stride = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
         inside = arith.muli(_long(chunks.row), _long_constant(stride * 2))
         inside = arith.addi(inside, _long(arith.muli(chunks.column, _constant(_CHUNK))))
         place = arith.addi(_global_pointer(target), inside)
-        wanted = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalars(is_wanted)[0], _constant(0))
+        wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, _constant(0))
         for page in range(height // PAGE):
             for turn in range(chunks.turns):
                 held = _load_chunk(chunks.place, chunks.offset(first // PAGE + page, turn))
@@ -203,8 +193,6 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
                     predicate=wanted,
                     has_side_effects=True,
                 )
-
-    write(source, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
 
 def write_vector(vector: Float[Array, "M"], target: Any, first: int, is_wanted: Any) -> None:
@@ -224,10 +212,12 @@ def write_vector(vector: Float[Array, "M"], target: Any, first: int, is_wanted: 
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType(), _SCALAR))
-    def write(_: Any, vector: Any, target: Any, is_wanted: Any) -> None:
+    is_wanted = jnp.asarray(is_wanted).astype(jnp.int32)
+
+    @mlir.emit((vector, ops.BY_ROW), target, numbers=[is_wanted])
+    def write(vector: Any, target: Any, is_wanted: Any) -> None:
         thread = _own_thread(anew=True)
-        wanted = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalars(is_wanted)[0], _constant(0))
+        wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, _constant(0))
         # Four threads have the same two numbers, of a row and of the row 8 below.
         is_first = arith.cmpi(
             arith.CmpIPredicate.eq, arith.andi(thread, _constant(3)), _constant(0)
@@ -241,21 +231,19 @@ def write_vector(vector: Float[Array, "M"], target: Any, first: int, is_wanted: 
                 place = arith.addi(row, _constant(8 * half))
                 memref.store(number, target, [mlir.index(place)])
 
-    write(vector, target, jnp.asarray(is_wanted).astype(jnp.int32))
-
 
 def unknown(value: int) -> Int[Array, ""]:
     """Hides an integer from the compiler, so that it does not unroll a loop of that length."""
     if ops.is_interpreted():
         return jnp.int32(value)
 
-    @plgpu.inline_mgpu(return_type=mlir.integer_type())
-    def make(_: Any) -> Any:
+    @mlir.emit(result=mlir.integer_type())
+    def make() -> Any:
         code = f"mov.u32 $0, {value};"
         found = mgpu.utils.inline_ptx(code, result_types=mlir.i32(), has_side_effects=True)
         return mlir.as_array(found)
 
-    return make()
+    return make
 
 
 # One token: each warp has the 16 rows of heads, and its own keys
@@ -269,11 +257,11 @@ def warp_numbers() -> Int[Array, "64"]:
     if ops.is_interpreted():
         return jnp.arange(_ROWS, dtype=jnp.int32) // PAGE
 
-    @plgpu.inline_mgpu(return_type=_OF_WARPS)
-    def get(_: Any) -> Any:
+    @mlir.emit(result=_OF_WARPS)
+    def get() -> Any:
         return _of_warp(_own_warp())
 
-    return get()
+    return get
 
 
 def read_for_warps(source: Any, places: Int[Array, "64"]) -> Int[Array, "64"]:
@@ -281,11 +269,11 @@ def read_for_warps(source: Any, places: Int[Array, "64"]) -> Int[Array, "64"]:
     if ops.is_interpreted():
         return source[...][places]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.BY_ROW), return_type=_OF_WARPS)
-    def read(_: Any, source: Any, places: Any) -> Any:
+    @mlir.emit(source, (places, ops.BY_ROW), result=_OF_WARPS)
+    def read(source: Any, places: Any) -> Any:
         return _of_warp(memref.load(source, [mlir.index(mlir.scalars(places)[0])]))
 
-    return read(source, places)
+    return read
 
 
 def _of_warp(value: ir.Value) -> mgpu.FragmentedArray:
@@ -297,7 +285,7 @@ def _by_row(numbers: list[ir.Value], *, is_signed: bool | None = None) -> mgpu.F
     """Wraps a vector of 64 rows, two per thread."""
     one = ir.VectorType.get((1,), numbers[0].type)
     registers = [vector.from_elements(one, [x]) for x in numbers]
-    return _of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
+    return mlir.of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
 
 
 def read_heads(source: Any) -> Float[Array, "64 H"]:
@@ -310,10 +298,8 @@ def read_heads(source: Any) -> Float[Array, "64 H"]:
         rows = jnp.minimum(jnp.arange(_ROWS) % PAGE, count - 1)
         return source[...][rows]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=_matrix_type((_ROWS, width), source.dtype)
-    )
-    def read(_: Any, source: Any) -> Any:
+    @mlir.emit(source, result=_matrix_type((_ROWS, width), source.dtype))
+    def read(source: Any) -> Any:
         kind = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
         stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
         row, column = _own_entry()
@@ -335,9 +321,9 @@ def read_heads(source: Any) -> Float[Array, "64 H"]:
                 for place in places
             ]
             registers += [mgpu.utils.bitcast(x, kind) for x in (found * 2)[:2]]
-        return _of_registers(registers, (_ROWS, width), ops.ACCUMULATOR)
+        return mlir.of_registers(registers, (_ROWS, width), ops.ACCUMULATOR)
 
-    return read(source)
+    return read
 
 
 def over_warps(vector: Float[Array, "64"], operation: str, scratch: Any) -> Float[Array, "64"]:
@@ -356,11 +342,10 @@ def over_warps(vector: Float[Array, "64"], operation: str, scratch: Any) -> Floa
         return jnp.tile(found, _WARPS)
     combine = {"add": arith.addf, "max": arith.maximumf}[operation]
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.BY_ROW, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.float32), ops.BY_ROW),
+    @mlir.emit(
+        (vector, ops.BY_ROW), scratch, result=mlir.array_type((_ROWS,), jnp.float32, ops.BY_ROW)
     )
-    def reduce(_: Any, vector: Any, scratch: Any) -> Any:
+    def reduce(vector: Any, scratch: Any) -> Any:
         row, _ = _own_entry()
         own = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
         for half, number in enumerate(mlir.scalars(vector)):
@@ -374,7 +359,7 @@ def over_warps(vector: Float[Array, "64"], operation: str, scratch: Any) -> Floa
         mgpu.warpgroup_barrier()
         return _by_row(found)
 
-    return reduce(vector, scratch)
+    return reduce
 
 
 def write_heads(vector: Float[Array, "64"], target: Any) -> None:
@@ -384,16 +369,14 @@ def write_heads(vector: Float[Array, "64"], target: Any) -> None:
         target[...] = vector[:count]
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType()))
-    def write(_: Any, vector: Any, target: Any) -> None:
+    @mlir.emit((vector, ops.BY_ROW), target)
+    def write(vector: Any, target: Any) -> None:
         row, column = _own_entry()
         is_first = _is_below(arith.ori(column, _own_warp()), 1)
         for half, number in enumerate(mlir.scalars(vector)):
             place = arith.addi(row, _constant(8 * half))
             with mgpu.when(arith.andi(is_first, _is_below(place, count))):
                 memref.store(number, target, [mlir.index(place)])
-
-    write(vector, target)
 
 
 def write_sum_of_warps(
@@ -415,8 +398,8 @@ def write_sum_of_warps(
         target[...] = found.T if transposed else found.astype(target.dtype)
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _tiled(scratch)))
-    def write(_: Any, sums: Any, target: Any, scratch: Any) -> None:
+    @mlir.emit((sums, ops.ACCUMULATOR), target, (scratch, _tiled(scratch)))
+    def write(sums: Any, target: Any, scratch: Any) -> None:
         numbers = mlir.scalars(sums)  # four per eight columns
         size = _THREADS * _CHUNK  # bytes of all threads' numbers of eight columns
         place = arith.muli(_own_thread(anew=False), _constant(_CHUNK))
@@ -453,8 +436,6 @@ def write_sum_of_warps(
                         where = [head, arith.addi(at, _constant(index))]
                         _store(entry, target, where[::-1] if transposed else where)
 
-    write(sums, target, scratch)
-
 
 def write_columns(matrix: Float[Array, "64 8"], target: Any, first: Any) -> None:
     """Writes columns to rows of global memory.
@@ -474,18 +455,16 @@ def write_columns(matrix: Float[Array, "64 8"], target: Any, first: Any) -> None
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _SCALAR))
-    def write(_: Any, matrix: Any, target: Any, first: Any) -> None:
+    @mlir.emit((matrix, ops.ACCUMULATOR), target, numbers=(jnp.asarray(first, jnp.int32),))
+    def write(matrix: Any, target: Any, first: Any) -> None:
         row, column = _own_entry()
         row = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
-        column = arith.addi(column, mlir.scalars(first)[0])
+        column = arith.addi(column, first)
         for place, entry in enumerate(mlir.scalars(matrix)):
             half, index = divmod(place, 2)
             head = arith.addi(column, _constant(index))
             with mgpu.when(_is_below(head, count)):
                 _store(entry, target, [head, arith.addi(row, _constant(8 * half))])
-
-    write(matrix, target, jnp.asarray(first, jnp.int32))
 
 
 def _store(entry: ir.Value, target: ir.Value, where: list[ir.Value]) -> None:
@@ -538,14 +517,13 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
         return bad
     kind = _packed_kind(values.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_tiled(values), plgpu.RefType(), *[_SCALAR] * len(places)),
-        return_type=mlir.integer_type(),
-    )
-    def clear(_: Any, values: Any, scratch: Any, *places: Any) -> Any:
+    own_tile = values, _tiled(values)
+
+    @mlir.emit(own_tile, scratch, numbers=places, result=mlir.integer_type())
+    def bad(values: Any, scratch: Any, *places: Any) -> Any:
         chunks, zero = _Chunks(values, width, anew=True), _constant(0)
         first, own = _constant(NOBODY), []
-        for page, start in enumerate(mlir.scalars(x)[0] for x in places):
+        for page, start in enumerate(places):
             is_own = arith.cmpi(arith.CmpIPredicate.sge, start, zero)
             for turn in range(chunks.turns):
                 row = arith.addi(chunks.row, _constant(turn * chunks.height))
@@ -576,7 +554,7 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
         mgpu.warpgroup_barrier()
         return mlir.as_array(first)
 
-    return clear(values, scratch, *places)
+    return bad
 
 
 class _Chunks:
@@ -634,11 +612,12 @@ def multiply_keys(queries: Any, keys: Any) -> Float[Array, "M S"]:
     (rows, width), columns = queries.shape, keys.shape[0]
     kind = _kind(queries.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_tiled(queries), _tiled(keys)),
-        return_type=_matrix_type((rows, columns), jnp.float32),
+    @mlir.emit(
+        (queries, _tiled(queries)),
+        (keys, _tiled(keys)),
+        result=_matrix_type((rows, columns), jnp.float32),
     )
-    def multiply(_: Any, queries: Any, keys: Any) -> Any:
+    def multiply(queries: Any, keys: Any) -> Any:
         left = _Matrices(queries, width, is_row_first=True, of_warp=True)
         right = _Matrices(keys, width, is_row_first=False)
         sums = [_zeros() for _ in range(rows // 64 * columns // 8)]
@@ -650,7 +629,7 @@ def multiply_keys(queries: Any, keys: Any) -> Float[Array, "M S"]:
                     _add(kind, own, both[2 * half :][:2], sums, columns // 8, 2 * pair + half)
         return _as_array(sums, (rows, columns))
 
-    return multiply(queries, keys)
+    return multiply
 
 
 def multiply_own_keys(queries: Float[Array, "64 H"], keys: Any) -> Float[Array, "64 16"]:
@@ -667,11 +646,12 @@ def multiply_own_keys(queries: Float[Array, "64 H"], keys: Any) -> Float[Array, 
         )
     width, kind = queries.shape[1], _kind(keys.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR, _tiled(keys)),
-        return_type=_matrix_type((_ROWS, PAGE), jnp.float32),
+    @mlir.emit(
+        (queries, ops.ACCUMULATOR),
+        (keys, _tiled(keys)),
+        result=_matrix_type((_ROWS, PAGE), jnp.float32),
     )
-    def multiply(_: Any, queries: Any, keys: Any) -> Any:
+    def multiply(queries: Any, keys: Any) -> Any:
         right = _Matrices(keys, width, is_row_first=False, of_warp=True)
         held = [mgpu.utils.bitcast(x, mlir.i32()) for x in queries.registers.flat]
         sums = [_zeros() for _ in range(PAGE // 8)]
@@ -681,7 +661,7 @@ def multiply_own_keys(queries: Float[Array, "64 H"], keys: Any) -> Float[Array, 
                 _add(kind, [held[4 * step :][:4]], both[2 * half :][:2], sums, 2, half)
         return _as_array(sums, (_ROWS, PAGE))
 
-    return multiply(queries, keys)
+    return multiply
 
 
 def add_values(
@@ -703,11 +683,13 @@ def add_values(
         return sums + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
     (rows, keys), width, kind = weights.shape, values.shape[1], _kind(values.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR, ops.ACCUMULATOR, _tiled(values)),
-        return_type=_matrix_type((rows, width), jnp.float32),
+    @mlir.emit(
+        (sums, ops.ACCUMULATOR),
+        (weights, ops.ACCUMULATOR),
+        (values, _tiled(values)),
+        result=_matrix_type((rows, width), jnp.float32),
     )
-    def multiply(_: Any, sums: Any, weights: Any, values: Any) -> Any:
+    def multiply(sums: Any, weights: Any, values: Any) -> Any:
         right = _Matrices(values, width, is_row_first=True, of_warp=of_warp)
         found = [list(x) for x in np.array(mlir.scalars(sums), object).reshape(-1, 4)]
         held = [mgpu.utils.bitcast(x, mlir.i32()) for x in weights.registers.flat]
@@ -720,7 +702,7 @@ def add_values(
                     _add(kind, own, both[2 * half :][:2], found, width // 8, 2 * pair + half)
         return _as_array(found, (rows, width))
 
-    return multiply(sums, weights, values)
+    return multiply
 
 
 class _Matrices:
@@ -787,24 +769,12 @@ def _as_array(sums: list[list[ir.Value]], shape: tuple[int, int]) -> mgpu.Fragme
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     for four in sums:
         registers += [vector.from_elements(pair, four[half : half + 2]) for half in (0, 2)]
-    return _of_registers(registers, shape, ops.ACCUMULATOR)
-
-
-def _of_registers(
-    registers: list[ir.Value], shape: tuple[int, ...], layout: Any, *, is_signed: bool | None = None
-) -> mgpu.FragmentedArray:
-    """Wraps a thread's registers as an array."""
-    found = np.empty(len(registers), object)
-    found[:] = registers
-    lies = layout.to_mgpu()
-    return mgpu.FragmentedArray(
-        _registers=found.reshape(lies.registers_shape(shape)), _layout=lies, _is_signed=is_signed
-    )
+    return mlir.of_registers(registers, shape, ops.ACCUMULATOR)
 
 
 def _matrix_type(shape: tuple[int, int], dtype: Any) -> Any:
     """Returns the result type of a function that gives a matrix in an accumulator's layout."""
-    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), ops.ACCUMULATOR)
+    return mlir.array_type(shape, dtype, ops.ACCUMULATOR)
 
 
 def _zeros() -> list[ir.Value]:

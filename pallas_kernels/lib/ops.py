@@ -15,6 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
+
 # Register layouts of a warpgroup: a product of 64 rows, and a vector along its rows or columns.
 ACCUMULATOR = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = ACCUMULATOR.reduce(1), ACCUMULATOR.reduce(0)
@@ -153,14 +155,15 @@ def over_rows(matrix: Array, operation: str, scratch: Any) -> Array:
     if is_interpreted():
         return jnp.sum(matrix, axis=0) if operation == "add" else jnp.max(matrix, axis=0)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype, layout=BY_COLUMN),
+    @mlir.emit(
+        (matrix, ACCUMULATOR),
+        scratch,
+        result=mlir.array_type(matrix.shape[1:], matrix.dtype, BY_COLUMN),
     )
-    def reduce(_: Any, matrix: Any, scratch: Any) -> Any:
+    def reduce(matrix: Any, scratch: Any) -> Any:
         return matrix.reduce(operation, 0, scratch)
 
-    return reduce(matrix, scratch)
+    return reduce
 
 
 def scratch_of_rows(warpgroups: int) -> Any:
@@ -171,14 +174,13 @@ def scratch_of_rows(warpgroups: int) -> Any:
 def pinned(matrix: Array) -> Array:
     """Keeps the compiler from moving the computation of an accumulator-layout matrix."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=ACCUMULATOR),
+    @mlir.emit(
+        (matrix, ACCUMULATOR), result=mlir.array_type(matrix.shape, matrix.dtype, ACCUMULATOR)
     )
-    def pin(_: Any, matrix: Any) -> Any:
+    def pin(matrix: Any) -> Any:
         return mgpu.optimization_barrier(matrix)
 
-    return pin(matrix)
+    return pin
 
 
 class Accumulator:

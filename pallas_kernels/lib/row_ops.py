@@ -88,22 +88,18 @@ def barrier() -> None:
     """Waits for the other warps of the warpgroup; the interpreter runs them together."""
     if not ops.is_interpreted():
 
-        @plgpu.inline_mgpu()
-        def wait(_: Any) -> None:
+        @mlir.emit()
+        def wait() -> None:
             mgpu.warpgroup_barrier()
-
-        wait()
 
 
 def program_barrier() -> None:
     """Waits for all warps of the thread block; the interpreter runs them together."""
     if not ops.is_interpreted():
 
-        @plgpu.inline_mgpu()
-        def wait(_: Any) -> None:
+        @mlir.emit()
+        def wait() -> None:
             gpu.barrier()
-
-        wait()
 
 
 def on_each_warp(body: Callable[[Any], None]) -> None:
@@ -126,8 +122,8 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any) -> Int[Array, ""
     if ops.is_interpreted():
         return jnp.max(x)
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=mlir.integer_type())
-    def largest(_: Any, x: Any, scratch: Any) -> Any:
+    @mlir.emit((x, layout), scratch, result=mlir.integer_type())
+    def largest(x: Any, scratch: Any) -> Any:
         own = functools.reduce(arith.maxsi, mlir.scalars(x))
         own = mlir.over_lanes(own, nvvm.ReductionKind.MAX)
         thread, warp = mlir.thread(), mlir.warp()
@@ -139,7 +135,7 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any) -> Int[Array, ""
         theirs = memref.load(scratch, [mlir.index(other)])
         return mlir.as_array(mlir.over_lanes(theirs, nvvm.ReductionKind.MAX))
 
-    return largest(x, scratch)
+    return largest
 
 
 def first_not_finite(
@@ -163,19 +159,12 @@ def first_not_finite(
     layout = ops.ACCUMULATOR
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[parts[0].dtype.name]
 
-    starts = [] if start is None else [start]
+    own, starts = [(x, layout) for x in parts], [] if start is None else [start]
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            *[layout] * len(parts),
-            *[plgpu.Layout.WG_SPLAT(())] * len(starts),
-        ),
-        return_type=mlir.integer_type(),
-    )
-    def find(_: Any, scratch: Any, *arguments: Any) -> Any:
-        parts = arguments[: len(arguments) - len(starts)]
-        counted = [mlir.scalars(x)[0] for x in arguments[len(parts) :]]
+    @mlir.emit(scratch, *own, numbers=starts, result=mlir.integer_type())
+    def found(scratch: Any, *arguments: Any) -> Any:
+        count = len(arguments) - len(starts)
+        parts, counted = arguments[:count], arguments[count:]
         zero, nobody = mlir.constant(0), mlir.constant(64)
         first = nobody
         own = arith.andi(mlir.warp(), mlir.constant(WARPS - 1))
@@ -202,7 +191,7 @@ def first_not_finite(
         theirs = memref.load(scratch, [mlir.index(other)])
         return mlir.as_array(mlir.over_lanes(theirs, nvvm.ReductionKind.MIN))
 
-    return find(scratch, *parts, *starts)
+    return found
 
 
 def maxima(
@@ -218,10 +207,10 @@ def maxima(
     if ops.is_interpreted():
         return [jnp.max(x) for x in arrays]
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType()), return_type=[mlir.integer_type()] * 2
-    )
-    def largest(_: Any, first: Any, second: Any, scratch: Any) -> Any:
+    own = [(x, layout) for x in arrays]
+
+    @mlir.emit(*own, scratch, result=[mlir.integer_type()] * 2)
+    def largest(first: Any, second: Any, scratch: Any) -> Any:
         found = []
         for x in (first, second):
             own = functools.reduce(arith.maxsi, mlir.scalars(x))
@@ -230,7 +219,7 @@ def maxima(
         found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
         return [mlir.as_array(x) for x in found]
 
-    return largest(*arrays, scratch)
+    return largest
 
 
 def any_of_warp(flags: Bool[Array, "..."], *, layout: Any) -> Int[Array, ""]:
@@ -243,12 +232,12 @@ def any_of_warp(flags: Bool[Array, "..."], *, layout: Any) -> Int[Array, ""]:
     if ops.is_interpreted():
         return jnp.any(flags).astype(jnp.int32)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=mlir.integer_type())
-    def vote(_: Any, flags: Any) -> Any:
+    @mlir.emit((flags, layout), result=mlir.integer_type())
+    def vote(flags: Any) -> Any:
         is_set = functools.reduce(arith.ori, mlir.scalars(flags))
         return mlir.as_array(arith.extui(mlir.i32(), mlir.is_any(is_set)))
 
-    return vote(flags)
+    return vote
 
 
 def write_sums(
@@ -270,12 +259,9 @@ def write_sums(
             out[pl.ds(first, own.size), turn] = own
         return
 
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, *[plgpu.RefType()] * len(outs), *[scalar] * 2))
-    def write(_: Any, matrix: Any, *arguments: Any) -> None:
+    @mlir.emit((matrix, ops.ACCUMULATOR), *outs, numbers=(first, turn))
+    def _(matrix: Any, *arguments: Any) -> None:
         *outs, first, turn = arguments
-        first, turn = (mlir.scalars(x)[0] for x in (first, turn))
         lane, own = mlir.lane(), arith.andi(mlir.warp(), _int(WARPS - 1))
         row = arith.addi(arith.muli(own, _int(16)), arith.shrui(lane, _int(2)))
         start = arith.addi(first, row)
@@ -290,8 +276,6 @@ def write_sums(
                 place = arith.addi(start, _int(8 * half))
                 with mgpu.when(is_turn):
                     memref.store(total, out, [mlir.index(place), mlir.index(turn)])
-
-    write(matrix, *outs, first, turn)
 
 
 def _both(register: ir.Value) -> list[ir.Value]:
@@ -313,11 +297,8 @@ def any_of_key(flags: Bool[Array, "64 channels"]) -> Bool[Array, "64 channels"]:
         return jnp.broadcast_to(jnp.any(flags, axis=1, keepdims=True), shape)
     layout, together = key_layout(shape[1]), LANES * PAIR // shape[1]  # keys per warp register
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), layout),
-    )
-    def spread(_: Any, flags: Any) -> Any:
+    @mlir.emit((flags, layout), result=mlir.array_type(shape, jnp.bool_, layout))
+    def spread(flags: Any) -> Any:
         registers = mlir.scalars(flags)
         bits = mlir.constant(0)
         for place in range(0, len(registers), PAIR):
@@ -337,7 +318,7 @@ def any_of_key(flags: Bool[Array, "64 channels"]) -> Bool[Array, "64 channels"]:
             _registers=found.reshape(flags.registers.shape), _layout=flags.layout, _is_signed=False
         )
 
-    return spread(flags)
+    return spread
 
 
 def count_kept(
@@ -359,18 +340,14 @@ def count_kept(
     """
     if ops.is_interpreted():
         return [jnp.sum((keys >= limit).astype(jnp.int32)) for limit in limits]
-    scalar = plgpu.Layout.WG_SPLAT(())
+    numbers = (*limits, turn)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()),
-        return_type=[mlir.integer_type()] * 3,
-    )
-    def count(_: Any, keys: Any, first: Any, second: Any, third: Any, turn: Any, scratch: Any):
-        limits = [mlir.scalars(x)[0] for x in (first, second, third)]
-        counts = _emit_count(mlir.scalars(keys), limits, mlir.scalars(turn)[0], scratch)
-        return [mlir.as_array(x) for x in counts]
+    @mlir.emit((keys, layout), scratch, numbers=numbers, result=[mlir.integer_type()] * 3)
+    def counts(keys: Any, scratch: Any, *numbers: Any) -> Any:
+        *limits, turn = numbers
+        return [mlir.as_array(x) for x in _emit_count(mlir.scalars(keys), limits, turn, scratch)]
 
-    return count(keys, *limits, turn, scratch)
+    return counts
 
 
 def _emit_count(
@@ -451,14 +428,12 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any) -> None:
         ref[...] = values.reshape(-1)[: ref.shape[0]]
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
-    def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
+    @mlir.emit((values, layout), (columns, layout), ref)
+    def write(values: Any, columns: Any, ref: Any) -> None:
         limit = mlir.constant(ir.MemRefType(ref.type).shape[0])
         for value, column in zip(mlir.scalars(values), mlir.scalars(columns), strict=True):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
                 memref.store(value, ref, [mlir.index(column)])
-
-    write(values, columns, ref)
 
 
 def read_row(columns: Array, ref: Any, *, layout: Any) -> Array:
@@ -467,11 +442,8 @@ def read_row(columns: Array, ref: Any, *, layout: Any) -> Array:
         row = ref[...]
         return jnp.pad(row, (0, columns.size - row.shape[0])).reshape(columns.shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(columns.shape, jnp.dtype(jnp.float32), layout),
-    )
-    def read(_: Any, columns: Any, ref: Any) -> Any:
+    @mlir.emit((columns, layout), ref, result=mlir.array_type(columns.shape, jnp.float32, layout))
+    def read(columns: Any, ref: Any) -> Any:
         limit = ir.MemRefType(ref.type).shape[0]
         # Compute addresses here: the compiler would keep all of them until the row is written.
         code = (
@@ -485,19 +457,17 @@ def read_row(columns: Array, ref: Any, *, layout: Any) -> Array:
         ]
         return as_row(values, columns.shape, layout)
 
-    return read(columns, ref)
+    return read
 
 
 def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None:
     """Writes values to flat indices of global memory; negative indices are skipped."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
-    def write(_: Any, values: Any, places: Any, ref: Any) -> None:
+    @mlir.emit((values, layout), (places, layout), ref)
+    def write(values: Any, places: Any, ref: Any) -> None:
         for value, place in zip(mlir.scalars(values), mlir.scalars(places), strict=True):
             code = "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global.f32 [$0], $2; }"
             mgpu.utils.inline_ptx(code, mlir.address(ref, place), place, value)
-
-    write(values, places, ref)
 
 
 def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) -> None:
@@ -510,8 +480,8 @@ def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) ->
       layout: Layout of the arrays and of the places.
     """
 
-    @plgpu.inline_mgpu(arg_types=(*[layout] * ADJACENT, layout, plgpu.RefType()))
-    def write(_: Any, *arguments: Any) -> None:
+    @mlir.emit(*((x, layout) for x in (*values, places)), ref)
+    def _(*arguments: Any) -> None:
         *values, places, ref = arguments
         code = (
             "{ .reg .pred p; .reg .b32 x, y; setp.ge.s32 p, $1, 0; cvt.rn.bf16x2.f32 x, $3, $2; "
@@ -521,8 +491,6 @@ def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) ->
         for four, place in zip(columns, mlir.scalars(places), strict=True):
             start = mlir.address(ref, arith.muli(place, mlir.constant(ADJACENT)))
             mgpu.utils.inline_ptx(code, start, place, *four)
-
-    write(*values, places, ref)
 
 
 def write_kept(
@@ -553,20 +521,13 @@ def write_kept(
     if ops.is_interpreted():
         _write_kept_interpreted(keys.reshape(-1), lower, upper, missing, ids_ref, pad)
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
-    reference = plgpu.RefType()
+    numbers = (lower, upper, missing, count)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, scalar, scalar, scalar, scalar, reference, reference),
-    )
-    def write(
-        _: Any, keys: Any, lower: Any, upper: Any, missing: Any, count: Any, ids: Any, scratch: Any
-    ) -> None:
-        lower, upper, missing, count = (mlir.scalars(x)[0] for x in (lower, upper, missing, count))
+    @mlir.emit((keys, layout), ids_ref, scratch, numbers=numbers)
+    def _(keys: Any, ids: Any, scratch: Any, *numbers: Any) -> None:
+        lower, upper, missing, count = numbers
         _emit_write_kept(keys, lower, upper, missing, ids, scratch)
         _emit_fill(ids, count, pad, step=LANES * _warps(scratch))
-
-    write(keys, lower, upper, missing, count, ids_ref, scratch)
 
 
 def _write_kept_interpreted(
@@ -726,30 +687,16 @@ def add_parts(
     shape = (height, part_ref.shape[-1])
     layout = tiles_layout(*shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=[
-            plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
-            for dtype in (jnp.float32, jnp.int32)
-        ],
-    )
-    def add(_: Any, parts: Any, exponents: Any) -> Any:
-        found = _emit_add_parts(parts, exponents, height, num_tiles, is_triangle)
-        arrays = []
-        for values, is_signed in zip(zip(*found, strict=True), (None, True), strict=True):
-            registers = np.empty(len(values), dtype=object)
-            registers[:] = values
-            target = layout.to_mgpu()
-            arrays.append(
-                mgpu.FragmentedArray(
-                    _registers=registers.reshape(target.registers_shape(shape)),
-                    _layout=target,
-                    _is_signed=is_signed,
-                )
-            )
-        return arrays
+    kinds = [mlir.array_type(shape, dtype, layout) for dtype in (jnp.float32, jnp.int32)]
 
-    total, exponents = add(part_ref, exponent_ref)
+    @mlir.emit(part_ref, exponent_ref, result=kinds)
+    def sums(parts: Any, exponents: Any) -> Any:
+        found = _emit_add_parts(parts, exponents, height, num_tiles, is_triangle)
+        signs = (None, True)
+        both = zip(zip(*found, strict=True), signs, strict=True)
+        return [mlir.of_registers(x, shape, layout, is_signed=sign) for x, sign in both]
+
+    total, exponents = sums
     return total, exponents
 
 
@@ -888,20 +835,18 @@ def read_powers(power_ref: Any, there: Int[Array, ""], *, height: int, columns: 
         return []
     held = (height, columns // _PACKED)
     layout = tiles_layout(*held, ADJACENT // _PACKED)
-    result = plgpu.ShapeDtypeStruct(held, jnp.dtype(jnp.int32), layout)
+    kinds = [mlir.array_type(held, jnp.int32, layout)] * number
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=[result] * number
-    )
-    def read(_: Any, powers: Any, there: Any) -> Any:
-        place = _places_of_tiles(powers, mlir.scalars(there)[0], shape)
+    @mlir.emit(power_ref, numbers=[there], result=kinds)
+    def read(powers: Any, there: Any) -> Any:
+        place = _places_of_tiles(powers, there, shape)
         rows = [
             [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
             for head in range(number)
         ]
         return [as_row(row, held, layout) for row in rows]
 
-    return list(read(power_ref, there))
+    return list(read)
 
 
 def add_powers(
@@ -937,13 +882,12 @@ def add_powers(
     layout, words_of_four = tiles_layout(*shape), ADJACENT // _PACKED
     held_layout = tiles_layout(height, columns // _PACKED, words_of_four)
 
-    @plgpu.inline_mgpu(
-        arg_types=(*[held_layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
-    )
-    def add(_: Any, *arguments: Any) -> Any:
+    given, kind = [(x, held_layout) for x in read], mlir.array_type(shape, jnp.float32, layout)
+
+    @mlir.emit(*given, power_ref, factors, numbers=[there], result=kind)
+    def sums(*arguments: Any) -> Any:
         *rows, powers, factors, there = arguments
-        places = _places_of_tiles(powers, mlir.scalars(there)[0], shape)
+        places = _places_of_tiles(powers, there, shape)
         held = [mlir.scalars(row) for row in rows]
         found: list[ir.Value] = []
         for index, (start, unread, column) in enumerate(places):
@@ -952,7 +896,7 @@ def add_powers(
             found += _sum_of_heads(powers, factors, first, start, unread, column, part)
         return as_row(found, shape, layout)
 
-    return add(*read, power_ref, factors, there)
+    return sums
 
 
 def _sum_of_heads(
@@ -1031,17 +975,12 @@ def _tile_places(height: int, columns: int) -> list[ir.Value]:
 
 def as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
     """Wraps a thread's numbers, with adjacent columns in order, as an array."""
-    target = layout.to_mgpu()
-    adjacent = target.vector_length
+    adjacent = layout.to_mgpu().vector_length
     kind = ir.VectorType.get((adjacent,), values[0].type)
     groups = [values[start : start + adjacent] for start in range(0, len(values), adjacent)]
-    registers = np.empty(len(groups), dtype=object)
-    registers[:] = [vector.from_elements(kind, group) for group in groups]
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(target.registers_shape(shape)),
-        _layout=target,
-        _is_signed=None if isinstance(values[0].type, ir.F32Type) else True,
-    )
+    registers = [vector.from_elements(kind, group) for group in groups]
+    is_signed = None if isinstance(values[0].type, ir.F32Type) else True
+    return mlir.of_registers(registers, shape, layout, is_signed=is_signed)
 
 
 _int = mlir.constant

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
@@ -87,17 +86,13 @@ def _write_residuals(
             write_unit = functools.partial(_write_interpreted, code, step, out, unit, length)
             pl.when(unit < sizes.units)(functools.partial(write_unit, sizes=sizes))
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * 3, *(scalar,) * 2))
-    def write(_: Any, code: Any, step: Any, out: Any, program: Any, length: Any) -> None:
-        first, length = (mlir.scalars(x)[0] for x in (program, length))
+    @mlir.emit(code, step, out, numbers=(program, length))
+    def _(code: Any, step: Any, out: Any, first: Any, length: Any) -> None:
         unit = arith.addi(arith.muli(first, _int(row_ops.WARPS)), mlir.warp())
         is_there = arith.cmpi(arith.CmpIPredicate.slt, unit, _int(sizes.units))
         with mgpu.when(is_there):
             _write_unit(code, step, out, unit, length, sizes=sizes)
-
-    write(code, step, out, program, length)
 
 
 def _write_unit(

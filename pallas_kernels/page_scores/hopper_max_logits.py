@@ -127,12 +127,10 @@ def begin(queries: Float[Array, "64 C"], keys: Any) -> None:
     channels = queries.shape[1]
     keys, first = _part(keys, 0, channels)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(ops.transforms(keys.dtype, LINE))))
-    def start(_: Any, queries: Any, keys: Any) -> None:
+    @mlir.emit((queries, LAYOUT), (keys, plgpu.RefType(ops.transforms(keys.dtype, LINE))))
+    def start(queries: Any, keys: Any) -> None:
         _run(f".reg .b32 {_NAME}<{2 * _SUMS}>;")
         _start(queries, keys, range(first, first + channels, _CHANNELS), 0)
-
-    start(queries, keys)
 
 
 def write_maxima(
@@ -166,16 +164,14 @@ def write_maxima(
         return
     is_last = step == STEPS - 1
     coming, first = _part(following if is_last else keys, (step + 1) % STEPS, channels)
-    reference = plgpu.RefType(ops.transforms(coming.dtype, LINE))
-    kind = plgpu.RefType(ops.transforms(jnp.float16, LINE))
+    own = coming, plgpu.RefType(ops.transforms(coming.dtype, LINE))
+    target = found, plgpu.RefType(ops.transforms(jnp.float16, LINE))
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, reference, kind))
-    def write(_: Any, queries: Any, coming: Any, found: Any) -> None:
+    @mlir.emit((queries, LAYOUT), own, target)
+    def write(queries: Any, coming: Any, found: Any) -> None:
         place = step % 2
         _start(queries, coming, range(first, first + channels, _CHANNELS), 1 - place)
         _write_maxima(place, found)
-
-    write(queries, coming, found)
 
 
 def _part(keys: Any, step: int, channels: int) -> tuple[Any, int]:
@@ -192,11 +188,9 @@ def settle() -> None:
     if ops.is_interpreted():
         return
 
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
+    @mlir.emit()
+    def wait() -> None:
         _run("wgmma.wait_group.sync.aligned 0;")
-
-    wait()
 
 
 def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: int) -> None:

@@ -246,15 +246,15 @@ def _read_words(
     if ops.is_interpreted():
         return powers_ref[:, pl.ds(first, sizes.count)]
     heads = powers_ref.shape[0]
-    scalar, shape = plgpu.Layout.WG_SPLAT(()), (heads, row_ops.THREADS)
-    dtype = jnp.dtype(jnp.int32)
+    shape = (heads, row_ops.THREADS)
+    kind = mlir.array_type(shape, jnp.int32, _words_layout())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), scalar, scalar),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, _words_layout()),
+    @mlir.emit(
+        powers_ref,
+        numbers=(first, there),
+        result=kind,
     )
-    def read(_: Any, powers: Any, first: Any, there: Any) -> Any:
-        first, there = (mlir.scalars(x)[0] for x in (first, there))
+    def read(powers: Any, first: Any, there: Any) -> Any:
         place = _place_of_thread()
         column = arith.addi(first, place)
         is_own = _is_less(place, mlir.constant(sizes.count))
@@ -264,7 +264,7 @@ def _read_words(
         found = [mlir.load(start, 1, flag, offset=head * stride)[0] for head in range(heads)]
         return row_ops.as_row(found, shape, _words_layout())
 
-    return read(powers_ref, first, there)
+    return read
 
 
 def _add_heads(
@@ -282,11 +282,12 @@ def _add_heads(
         return jnp.sum(read.astype(jnp.float32) * weights, axis=0)
     layout, shape = _columns_layout(_PACKED), (1, row_ops.THREADS * _PACKED)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_words_layout(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
+    @mlir.emit(
+        (read, _words_layout()),
+        factors,
+        result=mlir.array_type(shape, jnp.float32, layout),
     )
-    def add(_: Any, read: Any, factors: Any) -> Any:
+    def add(read: Any, factors: Any) -> Any:
         totals = [arith.constant(ir.F32Type.get(), 0.0)] * _PACKED
         for head, word in enumerate(mlir.scalars(read)):
             factor = memref.load(factors, [mlir.index(mlir.constant(head))])
@@ -294,7 +295,7 @@ def _add_heads(
             totals = [math.fma(x, factor, total) for x, total in zip(own, totals, strict=True)]
         return row_ops.as_row(totals, shape, layout)
 
-    return add(read, factors)
+    return add
 
 
 def evidence_of(

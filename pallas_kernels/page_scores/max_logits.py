@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
@@ -96,14 +95,10 @@ def _find_peaks(
         if ops.is_interpreted():
             _interpreted(query, code, step, out, *numbers)
             return
-        reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(arg_types=(*(reference,) * 4, *(scalar,) * len(numbers)))
-        def find(_: Any, query: Any, code: Any, step: Any, out: Any, *numbers: Any) -> None:
-            held = [mlir.scalars(x)[0] for x in numbers]
-            _Warp(query, code, step, out, *held).run()
-
-        find(query, code, step, out, *numbers)
+        @mlir.emit(query, code, step, out, numbers=numbers)
+        def _(*values: Any) -> None:
+            _Warp(*values).run()
 
 
 def _interpreted(

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Int
 
@@ -99,15 +98,10 @@ def _score(
         for warp in range(row_ops.WARPS):
             _interpreted(given, place + warp, kv_head, start, sizes=sizes)
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * len(given), *(scalar,) * 3))
-    def score(_: Any, *arguments: Any) -> None:
-        *arrays, place, kv_head, start = arguments
-        numbers = [mlir.scalars(x)[0] for x in (place, kv_head, start)]
-        _Warp(sizes, *arrays, *numbers).run()
-
-    score(*given, place, kv_head, start)
+    @mlir.emit(*given, numbers=(place, kv_head, start))
+    def _(*values: Any) -> None:
+        _Warp(sizes, *values).run()
 
 
 def _interpreted(

@@ -105,21 +105,16 @@ def _represent(
             out[batch, row, :, head] = _interpreted(queries[index], is_own, sizes.count)
         return
     shared = plgpu.RefType(ops.transforms(queries.dtype, sizes.width))
-    scalar, plain = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
-
+    refs = (valid.at[batch], (queries, shared), norms, means, out.at[batch])
     given = [query.at[batch]] if sizes.by_warp else []
 
-    @plgpu.inline_mgpu(arg_types=(scalar, plain, shared, *[plain] * (3 + len(given))))
-    def traverse(
-        _: Any, first: Any, valid: Any, queries: Any, norms: Any, means: Any, out: Any, *given: Any
-    ) -> None:
-        (first,) = mlir.scalars(first)
+    @mlir.emit(*refs, *given, numbers=[program * _HEADS])
+    def _(*values: Any) -> None:
+        valid, queries, norms, means, out, *sources, first = values
         traversal = _Traversal(sizes, first, valid, queries, norms, means, out)
-        for source in given:
+        for source in sources:
             traversal.copy(source)
         traversal.emit()
-
-    traverse(program * _HEADS, valid.at[batch], queries, norms, means, out.at[batch], *given)
 
 
 def _interpreted(halves: Array, is_own: Array, count: int) -> Array:

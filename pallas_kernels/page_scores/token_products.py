@@ -123,16 +123,11 @@ def block_products(
             query, code, centre, step, peaks, shared, kv_head, group, first, count, length
         )
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+    refs = (query, code, centre, step, peaks, shared, room)
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * 7, *(scalar,) * 4))
-    def products(_: Any, query: Any, code: Any, centre: Any, step: Any, *rest: Any) -> None:
-        peaks, shared, room, *numbers = rest
-        numbers = [mlir.scalars(x)[0] for x in numbers]
-        warp = _Warp(query, code, centre, step, peaks, shared, room, group, count, *numbers)
-        warp.run()
-
-    products(query, code, centre, step, peaks, shared, room, kv_head, first, there, length)
+    @mlir.emit(*refs, numbers=(kv_head, first, there, length))
+    def _(*values: Any) -> None:
+        _Warp(*values[: len(refs)], group, count, *values[len(refs) :]).run()
 
 
 def _products_interpreted(
