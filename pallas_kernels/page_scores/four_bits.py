@@ -16,10 +16,10 @@ from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 
 LOW, HIGH = 0, 1  # halves of the channels, and of a byte
 NO_STEP = -128  # scale exponent of a block without keys
-_BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
-_MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
+BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
+MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
 _STEP_BIAS = (14, 10)  # float16 exponent bias of half the scale, and of a 32nd of it
-_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152, in units of these scales
+EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152, in units of these scales
 
 
 def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]:
@@ -36,7 +36,7 @@ def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]
             bias = _STEP_BIAS[half]
             x = arith.addi(x, _int(bias << 16 | bias))
             x = arith.shli(arith.andi(x, _int(0x001F001F)), _int(10))
-            code = f"{{ .reg .b32 x; mov.b32 x, {_EXCESS[half]}; mul.rn.f16x2 $0, $1, x; }}"
+            code = f"{{ .reg .b32 x; mov.b32 x, {EXCESS[half]}; mul.rn.f16x2 $0, $1, x; }}"
             found.append((x, mlir.run(code, x)))
     return found
 
@@ -44,7 +44,7 @@ def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]
 def numbers(word: ir.Value, half: int, factor: ir.Value, excess: ir.Value) -> ir.Value:
     """Dequantizes bytes 0 and 2 of a word to float16, with half the scales."""
     code = (
-        f"{{ .reg .b32 x; lop3.b32 x, $1, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
+        f"{{ .reg .b32 x; lop3.b32 x, $1, {BITS[half]}, {MAGIC[half]}, 0x6a; "
         "fma.rn.f16x2 $0, x, $2, $3; }"
     )
     return mlir.run(code, word, factor, excess)

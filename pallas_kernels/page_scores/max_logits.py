@@ -23,7 +23,6 @@ queries: it writes 16 bytes, and eight threads write a line of memory.
 maximum. The maxima of a page without a key are NaN.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -53,21 +52,6 @@ _PART = 32  # key blocks per thread block; with more, a few would run alone at t
 _NAN = 0x7FFF7FFF  # two float16 NaN
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Static parameters of a call.
-
-    Attributes:
-      tiles: Groups of `TILE` queries per key/value head.
-      per_row: Queries per row.
-      blocks: Blocks per sequence.
-    """
-
-    tiles: int
-    per_row: int
-    blocks: int
-
-
 def _find_peaks(
     query: Any,
     code: Any,
@@ -77,14 +61,15 @@ def _find_peaks(
     layer: Any,
     out: Any,
     *,
-    sizes: _Sizes,
+    per_row: int,
 ) -> None:
     """Runs one thread block: some key blocks, and 64 queries per warp."""
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    tile = sizes.tiles - 1 - jax.lax.axis_index("tile")  # tiles with many blocks come first
-    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, sizes.per_row)
+    # Tiles with many blocks come first.
+    tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
     first = jax.lax.axis_index("part") * _PART
-    end = jnp.minimum(jnp.minimum(last + 1, sizes.blocks), first + _PART)
+    end = jnp.minimum(jnp.minimum(last + 1, code.shape[2]), first + _PART)
     last_key = jnp.maximum(lengths[batch] - 1, 0)
     code, step = code.at[layer[0], batch], step.at[layer[0], batch]
     numbers = (kv_head, tile * TILE, first, end, lengths[batch], last_key)
@@ -352,16 +337,12 @@ def max_logits_kernel(
       The largest products in float16, for the `P` pages of all blocks.
     """
     batch, kv_heads, num_queries, _ = query.shape
-    sizes = _Sizes(
-        tiles=num_queries // TILE,
-        per_row=per_row,
-        blocks=code.shape[2],
-    )
-    shape = (batch, kv_heads, sizes.blocks * _PAGES, num_queries)
+    blocks = code.shape[2]
+    shape = (batch, kv_heads, blocks * _PAGES, num_queries)
     kernel = ops.kernel(
-        functools.partial(_find_peaks, sizes=sizes),
+        functools.partial(_find_peaks, per_row=per_row),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float16),
-        grid=(-(-sizes.blocks // _PART), sizes.tiles, kv_heads, batch),
+        grid=(-(-blocks // _PART), num_queries // TILE, kv_heads, batch),
         grid_names=("part", "tile", "kv_head", "batch"),
         compiler_params=ops.compiler_params(),
         interpret=interpret,

@@ -37,6 +37,7 @@ from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
+from sketchwalk_jax.scaled import power_of_two
 
 KEYS = 64  # per block
 QUERIES = 8  # per product
@@ -154,11 +155,11 @@ def _products_interpreted(
     is_above = (bits & 0x7FFFFF) > 0x600000
     shift = (bits >> 23) - 135 + is_above.astype(jnp.int32)
     shift = jnp.clip(shift, -_LARGEST_SHIFT, _LARGEST_SHIFT)
-    up, down = _power_of_two(shift), _power_of_two(-shift)
+    up, down = power_of_two(shift), power_of_two(-shift)
     rounded = (heads * down).astype(jnp.float8_e4m3fn).astype(jnp.float32)
     signed = jax.lax.bitcast_convert_type(code, jnp.int8).astype(jnp.int32)
     codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
-    beside = codes * _power_of_two(step.astype(jnp.int32))[:, None]
+    beside = codes * power_of_two(step.astype(jnp.int32))[:, None]
     products = jnp.einsum("jsc,nc->jsn", beside, rounded, precision=jax.lax.Precision.HIGHEST)
     place = block[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
     is_key = (place < length) & (step[:, :1] != NO_STEP)
@@ -168,10 +169,6 @@ def _products_interpreted(
     shared[:count, :] = jnp.dot(
         centre.astype(jnp.float32), heads.T, precision=jax.lax.Precision.HIGHEST
     )
-
-
-def _power_of_two(exponent: Array) -> Array:
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 class _Warp:
@@ -223,10 +220,10 @@ class _Warp:
         is_head = _flag(arith.cmpi(arith.CmpIPredicate.slt, self._row, _int(self._group)))
         width = ir.MemRefType(self._query.type).shape[1]
         place = arith.addi(arith.muli(head, _int(width)), self._channel)
-        queries = [
-            _load(_address(self._query, arith.addi(place, _int(start))), 2 * self._words, is_head)
-            for start in (width // 4, 3 * width // 4)
-        ]
+        queries = []
+        for start in (width // 4, 3 * width // 4):
+            pointer = mlir.address(self._query, arith.addi(place, _int(start)))
+            queries.append(mlir.load(pointer, 2 * self._words, is_head))
         centres = [self._load_centres(8 * part) for part in range(-(-blocks // 8))]
         pairs = [four_bits.in_pairs(x) for x in queries]
         self._write_shared(pairs, centres)
@@ -241,7 +238,7 @@ class _Warp:
         bounds = [mlir.index(x) for x in (_int(0), self._own, _int(1))]
         loop = scf.ForOp(*bounds, [])
         with ir.InsertionPoint(loop.body):
-            index = arith.index_cast(_i32(), loop.induction_variable)
+            index = arith.index_cast(mlir.i32(), loop.induction_variable)
             self._await_copy()
             # This overwrites the previous block, which all lanes have read.
             self._start_copy(arith.addi(index, _int(_STAGES - 1)))
@@ -267,12 +264,12 @@ class _Warp:
             target = arith.addi(self._stage(index), offset)
             size, at_once = KEYS * self._row_bytes, mlir.LANES * _CHUNK
             place = arith.muli(self._row_of_block(block), _int(size))
-            source = _address(self._code, arith.addi(place, offset))
+            source = mlir.address(self._code, arith.addi(place, offset))
             for start in range(0, size, at_once):
                 _copy(target, source, start, start)
             has_steps = arith.cmpi(arith.CmpIPredicate.ult, offset, _int(2 * self._row_bytes))
             with mgpu.when(has_steps):
-                source = _address(self._step, arith.addi(self._place_of_block(block), offset))
+                source = mlir.address(self._step, arith.addi(self._place_of_block(block), offset))
                 _copy(target, source, size, 0)
         mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
@@ -288,10 +285,10 @@ class _Warp:
         found: list[ir.Value] = []
         for group in range(_GROUPS):
             offset = 8 * group * self._row_bytes
-            found += _load(own, self._words, offset=offset, space="shared")
+            found += mlir.load(own, self._words, offset=offset, space="shared")
         for half in (LOW, HIGH):
             offset = (KEYS + half) * self._row_bytes
-            found += _load(start, self._words, offset=offset, space="shared")
+            found += mlir.load(start, self._words, offset=offset, space="shared")
         return found
 
     def _row_of_block(self, block: ir.Value) -> ir.Value:
@@ -308,9 +305,9 @@ class _Warp:
         local = self._local(index)
         is_there = _flag(arith.cmpi(arith.CmpIPredicate.ult, index, self._own))
         place = self._place_of_block(arith.addi(self._first, local))
-        pointer = _address(self._centre, arith.addi(place, self._channel))
+        pointer = mlir.address(self._centre, arith.addi(place, self._channel))
         halves = [
-            _load(pointer, 2 * self._words, is_there, offset=2 * half * self._row_bytes)
+            mlir.load(pointer, 2 * self._words, is_there, offset=2 * half * self._row_bytes)
             for half in (LOW, HIGH)
         ]
         return local, [four_bits.in_pairs(x) for x in halves]
@@ -359,7 +356,7 @@ class _Warp:
             for word in range(self._words):
                 left = [rows[half][2 * word + k] for k in range(2) for rows in both]
                 right = pairs[half][2 * word : 2 * word + 2]
-                total = _multiply("bf16", left, right, total)
+                total = mlir.multiply("bf16", left, right, total)
         for part, (local, _) in enumerate(centres):
             self._store_shared(local, total[2 * part : 2 * part + 2])
 
@@ -398,7 +395,7 @@ class _Warp:
                         for index, x in enumerate(rows)
                     ]
                     right = rounded[half][2 * word : 2 * word + 2]
-                    total = _multiply("f16", numbers, right, total)
+                    total = mlir.multiply("f16", numbers, right, total)
             found.append([_larger(*total[column::2]) for column in range(2)])
         self._store_peaks(found, local, scales)
 
@@ -459,13 +456,7 @@ def _copy(target: ir.Value, source: ir.Value, offset: int, from_start: int) -> N
 
 def _flag(condition: ir.Value) -> ir.Value:
     """Converts a condition to 1 or 0."""
-    return arith.extui(_i32(), condition)
+    return arith.extui(mlir.i32(), condition)
 
 
-_i32, _int, _address, _multiply = (
-    mlir.i32,
-    mlir.constant,
-    mlir.address,
-    mlir.multiply,
-)
-_load = mlir.load
+_int = mlir.constant

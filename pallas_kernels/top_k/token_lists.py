@@ -65,7 +65,6 @@ class _Sizes:
     """Static parameters of a call.
 
     Attributes:
-      num_heads: Query heads.
       num_columns: Pages per sequence.
       height: Tiles per row, with padding.
       count: Columns per part.
@@ -75,7 +74,6 @@ class _Sizes:
       is_spread: Whether `long_token_scores` has computed the page scores.
     """
 
-    num_heads: int
     num_columns: int
     height: int
     count: int
@@ -235,7 +233,6 @@ def select_token_by_page_scores_kernel(
         parts = TokenParts(powers, top, total, parts.size)
     of_column = num_heads * parts.powers.dtype.itemsize
     sizes = _Sizes(
-        num_heads=num_heads,
         num_columns=num_columns,
         height=height,
         count=parts.size,

@@ -360,7 +360,7 @@ def _blocks(tile: Array, axis: int, width: int = TILE) -> Array:
 # One warpgroup and its tiles
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Tiles:
     """The tiles of one warpgroup: 64 key blocks, and 64 query blocks at a time.
 
@@ -387,6 +387,12 @@ class _Tiles:
     has_keys: Array
     key_slot: Array
     query_slot: Array
+
+    @classmethod
+    def of(cls, *fields: Any) -> "_Tiles":
+        """Returns the tiles from all fields but the slots."""
+        *_, half, _, _, has_keys = fields
+        return cls(*fields, jnp.where(has_keys, half, 0), _HALVES + half)
 
     # Copies
 
@@ -727,18 +733,7 @@ def _walk_few_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
         is_new = of_first | (split != line)  # the middle line has no partner
         # Without sharing, each warpgroup loads its own keys.
         has_keys = is_corner | (half == 0) if tiling.shares_keys else index >= 0
-        tiles = _Tiles(
-            tiling=tiling,
-            refs=refs,
-            memory=memory,
-            token=token,
-            half=half,
-            split=split,
-            tile=tile,
-            has_keys=has_keys,
-            key_slot=jnp.where(has_keys, half, 0),
-            query_slot=_HALVES + half,
-        )
+        tiles = _Tiles.of(tiling, refs, memory, token, half, split, tile, has_keys)
         query_tile = jnp.where(is_corner, tile, 2 * split + half)
         _walk_one_tile(tiles, query_tile, is_corner=is_corner, is_new=is_new)
 
@@ -798,19 +793,7 @@ def _walk_many_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
     index, line, token = _begin(refs, tiling)
     for half in tiling.halves():
         has_keys = half == 0 if tiling.shares_keys else index >= 0  # or each loads its own
-        tiles = _Tiles(
-            tiling=tiling,
-            refs=refs,
-            memory=memory,
-            token=token,
-            half=half,
-            split=line,
-            tile=index,
-            has_keys=has_keys,
-            key_slot=jnp.where(has_keys, half, 0),
-            query_slot=_HALVES + half,
-        )
-        _walk_line(tiles)
+        _walk_line(_Tiles.of(tiling, refs, memory, token, half, line, index, has_keys))
 
 
 def _walk_line(tiles: _Tiles) -> None:
