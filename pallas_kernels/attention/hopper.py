@@ -41,7 +41,7 @@ zeroed there, since not every query sees it.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -288,14 +288,14 @@ class _Loader:
         tiling, refs, count = self.tiling, self.refs, extent.count
         pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
         value_slot, num_steps = jax.lax.rem(done, tiling.stages), tiling.num_steps(count)
-        self._load_keys(pieces, jax.lax.rem(done, tiling.stages))
+        self._load(self._keys, pieces, jax.lax.rem(done, tiling.stages))
         self._load_queries()
         self._load_first_values(pieces, value_slot, extent.start)
 
         def load_keys(index: Any, pieces: tuple[Any, Any]) -> None:
             @pl.when(index < num_steps)
             def _() -> None:
-                self._load_keys(pieces, jax.lax.rem(done + index, tiling.stages))
+                self._load(self._keys, pieces, jax.lax.rem(done + index, tiling.stages))
 
         load_keys(1, later)  # while the values are being copied
         self._check_first_values(pieces, value_slot, extent)
@@ -303,7 +303,7 @@ class _Loader:
         def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             pieces, later = carry
             following = self.tile.pieces(refs, count, index + 2)  # in time for the next step
-            self._load_values(pieces, jax.lax.rem(done + index, tiling.stages))
+            self._load(self._values, pieces, jax.lax.rem(done + index, tiling.stages))
             load_keys(index + 1, later)
             return later, following
 
@@ -320,17 +320,47 @@ class _Loader:
                 barriers.queries("filled", warpgroup),
             )
 
-    def _load_keys(self, pieces: tuple[Any, Any], slot: Any) -> None:
-        plgpu.barrier_wait(self.barriers.keys("freed", slot))
-        for half, piece in enumerate(pieces):
-            source, target = self._copy_of(self.refs.key, self.refs.keys, piece, slot, half)
-            plgpu.copy_gmem_to_smem(source, target, self.barriers.keys("filled", slot))
+    @property
+    def _keys(self) -> tuple[Any, Any, Any]:
+        return self.refs.key, self.refs.keys, self.barriers.keys
 
-    def _load_values(self, pieces: tuple[Any, Any], slot: Any) -> None:
-        plgpu.barrier_wait(self.barriers.values("freed", slot))
-        for half, piece in enumerate(pieces):
-            source, target = self._copy_of(self.refs.value, self.refs.values, piece, slot, half)
-            plgpu.copy_gmem_to_smem(source, target, self.barriers.values("filled", slot))
+    @property
+    def _values(self) -> tuple[Any, Any, Any]:
+        return self.refs.value, self.refs.values, self.barriers.values
+
+    def _places(self, warp: Any) -> Sequence[Any]:
+        """Places of the pieces within a step, of a warp if warps copy separately."""
+        return range(self.tiling.pieces)
+
+    def _load(
+        self, arrays: tuple[Any, Any, Any], pieces: tuple[Any, ...], slot: Any, warp: Any = None
+    ) -> None:
+        """Copies keys or values of the cache to a slot, once it has been freed."""
+        plgpu.barrier_wait(arrays[2]("freed", slot))
+        for place, piece in zip(self._places(warp), pieces, strict=True):
+            self._copy(arrays, piece, slot, place)
+
+    def _copy(
+        self, arrays: tuple[Any, Any, Any], piece: Any, slot: Any, place: Any, barrier: Any = None
+    ) -> None:
+        """Copies a piece of the cache to a place of a slot; arrives at the slot's barrier."""
+        (source, target, barriers), tile, size = arrays, self.tile, self.tiling.piece
+        plgpu.copy_gmem_to_smem(
+            source.at[self.layer, tile.batch, pl.ds(piece * size, size), tile.kv_head],
+            target.at[slot, pl.ds(place * size, size)],
+            barriers("filled", slot) if barrier is None else barrier,
+        )
+
+    def _parts(self, slot: Any, half: Any) -> list[Any]:
+        """Half of a slot's values, 64 features at a time."""
+        rows = pl.ds(half * _PIECE, _PIECE)
+        features = range(0, self.tiling.head_dim, 64)
+        return [self.refs.values.at[slot, rows, pl.ds(x, 64)] for x in features]
+
+    def _clear(self, slot: Any, half: int) -> None:
+        """Zeroes half of a slot's values."""
+        for part in self._parts(slot, half):
+            part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
 
     def _load_first_values(self, pieces: tuple[Any, Any], slot: Any, start: Any) -> None:
         """Copies the first step's visible values; the tile's own are copied unchecked.
@@ -344,15 +374,13 @@ class _Loader:
 
             @pl.when(piece * _PIECE < start)
             def _(half: int = half, piece: Any = piece) -> None:
-                source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
-                plgpu.copy_gmem_to_smem(source, target, barriers.values("filled", slot))
+                self._copy(self._values, piece, slot, half)
 
         @pl.when(pieces[1] * _PIECE >= start)
         def _() -> None:
             half = _own_half(pieces, start)
             piece = jax.lax.div(start, _PIECE)
-            source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
-            plgpu.copy_gmem_to_smem(source, target, barriers.unchecked())
+            self._copy(self._values, piece, slot, half, barriers.unchecked())
 
     def _check_first_values(self, pieces: tuple[Any, Any], slot: Any, extent: _Extent) -> None:
         """Zeroes values from the first non-finite one on, and records the first query to see it.
@@ -360,16 +388,8 @@ class _Loader:
         A weight of 0 would not erase a NaN beyond the sequence or in a value that only later
         queries see. A query that sees a zeroed value also sees the non-finite one.
         """
-        refs, filled, head_dim = (
-            self.refs,
-            self.barriers.values("filled", slot),
-            self.tiling.head_dim,
-        )
+        refs, filled = self.refs, self.barriers.values("filled", slot)
         scratch = refs.lost.at[pl.ds(self.tiling.stages, row_ops.WARPS)]
-
-        def parts(half: Any) -> list[Any]:
-            rows = pl.ds(half * _PIECE, _PIECE)
-            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, head_dim, 64)]
 
         @pl.when(pieces[1] * _PIECE >= extent.start)
         def _() -> None:
@@ -377,20 +397,19 @@ class _Loader:
 
             @pl.when(half == 0)
             def _() -> None:
-                for part in parts(1):
-                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                self._clear(slot, 1)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(filled)
 
             plgpu.barrier_wait(self.barriers.unchecked())
-            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(half)]
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in self._parts(slot, half)]
             bad = row_ops.first_not_finite(loaded, scratch)
             present = extent.length - extent.start
 
             @pl.when(jnp.minimum(bad, present) < _PIECE)
             def _() -> None:
                 index = ops.matrix_index((_PIECE, 64), 0)
-                for part in parts(half):
+                for part in self._parts(slot, half):
                     is_kept = index < jnp.minimum(bad, present)
                     part[...] = jnp.where(is_kept, part[...], jnp.zeros_like(part))
 
@@ -400,14 +419,6 @@ class _Loader:
 
             plgpu.commit_smem()
             plgpu.barrier_arrive(filled)
-
-    def _copy_of(
-        self, source: Any, target: Any, piece: Any, slot: Any, half: Any
-    ) -> tuple[Any, Any]:
-        """Returns 64 keys or values of the cache, and the half of a slot to copy them to."""
-        tile = self.tile
-        source = source.at[self.layer, tile.batch, pl.ds(piece * _PIECE, _PIECE), tile.kv_head]
-        return source, target.at[slot, pl.ds(half * _PIECE, _PIECE)]
 
 
 def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
@@ -431,7 +442,7 @@ class _PageLoader(_Loader):
 
         @row_ops.on_each_warp
         def _(warp: Any) -> None:
-            self._copy_keys(self._pages(extent, 0, warp), slot, warp)
+            self._load(self._keys, self._pages(extent, 0, warp), slot, warp)
 
         self._load_queries()
         plgpu.barrier_wait(barriers.values("freed", value_slot))
@@ -444,7 +455,7 @@ class _PageLoader(_Loader):
             @pl.when(num_steps > 1)
             def _() -> None:  # while the values are being copied
                 later = self._pages(extent, 1, warp)
-                self._copy_keys(later, jax.lax.rem(done + 1, tiling.stages), warp)
+                self._load(self._keys, later, jax.lax.rem(done + 1, tiling.stages), warp)
 
         self._check_values(before, pages, value_slot, extent)
 
@@ -453,11 +464,13 @@ class _PageLoader(_Loader):
             def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 pages, later = carry
                 following = self._pages(extent, index + 2, warp)  # in time for the next step
-                self._copy_values(pages, jax.lax.rem(done + index, tiling.stages), warp)
+                self._load(self._values, pages, jax.lax.rem(done + index, tiling.stages), warp)
 
                 @pl.when(index + 1 < num_steps)
                 def _() -> None:
-                    self._copy_keys(later, jax.lax.rem(done + index + 1, tiling.stages), warp)
+                    self._load(
+                        self._keys, later, jax.lax.rem(done + index + 1, tiling.stages), warp
+                    )
 
                 return later, following
 
@@ -474,19 +487,6 @@ class _PageLoader(_Loader):
         places = self._places(warp)
         return tuple(self.tile.page(self.refs, extent.count, step, place) for place in places)
 
-    def _copy_keys(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
-        refs, barriers = self.refs, self.barriers
-        plgpu.barrier_wait(barriers.keys("freed", slot))
-        for place, page in zip(self._places(warp), pages, strict=True):
-            self._copy_page(refs.key, refs.keys, page, slot, place, barriers.keys("filled", slot))
-
-    def _copy_values(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
-        refs, barriers = self.refs, self.barriers
-        plgpu.barrier_wait(barriers.values("freed", slot))
-        for place, page in zip(self._places(warp), pages, strict=True):
-            filled = barriers.values("filled", slot)
-            self._copy_page(refs.value, refs.values, page, slot, place, filled)
-
     def _copy_first_values(
         self, extent: _Extent, before: Any, last: Any, slot: Any, warp: Any
     ) -> None:
@@ -494,31 +494,16 @@ class _PageLoader(_Loader):
 
         A list of only own pages leaves the other half empty.
         """
-        refs, barriers = self.refs, self.barriers
         is_first_half = warp < row_ops.WARPS // 2
         is_own = jnp.where(is_first_half, before, last) * self.tiling.piece >= extent.start
         pages = self._pages(extent, 0, warp)
         for place, page in zip(self._places(warp), pages, strict=True):
-            copy = functools.partial(self._copy_page, refs.value, refs.values, page, slot, place)
-
-            @pl.when(~is_own)
-            def _(copy: Any = copy) -> None:
-                copy(barriers.values("filled", slot))
+            copy = functools.partial(self._copy, self._values, page, slot, place)
+            pl.when(~is_own)(copy)
 
             @pl.when(is_own & ~is_first_half)
             def _(copy: Any = copy, place: Any = place) -> None:
-                copy(barriers.unchecked(place - self.tiling.pieces // 2))
-
-    def _copy_page(
-        self, source: Any, target: Any, page: Any, slot: Any, place: Any, barrier: Any
-    ) -> None:
-        """Copies 16 keys or values of the cache to a place of a slot."""
-        tile, size = self.tile, self.tiling.piece
-        plgpu.copy_gmem_to_smem(
-            source.at[self.layer, tile.batch, pl.ds(page * size, size), tile.kv_head],
-            target.at[slot, pl.ds(place * size, size)],
-            barrier,
-        )
+                copy(self.barriers.unchecked(place - self.tiling.pieces // 2))
 
     def _check_values(self, before: Any, pages: list[Any], slot: Any, extent: _Extent) -> None:
         """Does `_check_first_values` for pages; the tile's own pages end the second half.
@@ -532,10 +517,6 @@ class _PageLoader(_Loader):
         filled = self.barriers.values("filled", slot)
         scratch = refs.lost.at[pl.ds(tiling.stages, row_ops.WARPS)]
 
-        def parts(half: int) -> list[Any]:
-            rows = pl.ds(half * _PIECE, _PIECE)
-            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, tiling.head_dim, 64)]
-
         def pass_on() -> None:
             plgpu.commit_smem()
             for _ in range(number):
@@ -545,12 +526,11 @@ class _PageLoader(_Loader):
         def _() -> None:
             @pl.when(before * size >= extent.start)
             def _() -> None:
-                for part in parts(0):
-                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                self._clear(slot, 0)
                 pass_on()
 
             def keep(is_kept: Callable[[Any], Any]) -> None:
-                for part in parts(1):
+                for part in self._parts(slot, 1):
                     kept = is_kept(ops.matrix_index((_PIECE, 64), 0))
                     part[...] = jnp.where(kept, part[...], jnp.zeros_like(part))
 
@@ -566,7 +546,7 @@ class _PageLoader(_Loader):
                 is_own = (page * size >= extent.start) & (extent.count >= number - index)
                 first -= jnp.where(is_own, size, 0)
                 there += jnp.where(is_own, jnp.clip(extent.length - page * size, 0, size), 0)
-            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(1)]
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in self._parts(slot, 1)]
             bad = row_ops.first_not_finite(loaded, scratch, start=first)
             end = first + there
 

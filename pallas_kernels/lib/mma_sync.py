@@ -520,7 +520,7 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
     own_tile = values, _tiled(values)
 
     @mlir.emit(own_tile, scratch, numbers=places, result=mlir.integer_type())
-    def bad(values: Any, scratch: Any, *places: Any) -> Any:
+    def found(values: Any, scratch: Any, *places: Any) -> Any:
         chunks, zero = _Chunks(values, width, anew=True), _constant(0)
         first, own = _constant(NOBODY), []
         for page, start in enumerate(places):
@@ -554,7 +554,7 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
         mgpu.warpgroup_barrier()
         return mlir.as_array(first)
 
-    return bad
+    return found
 
 
 class _Chunks:

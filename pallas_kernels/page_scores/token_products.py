@@ -128,7 +128,7 @@ def block_products(
 
     @mlir.emit(*refs, numbers=(kv_head, first, there, length))
     def _(*values: Any) -> None:
-        _Warp(*values[: len(refs)], group, count, *values[len(refs) :]).run()
+        _Warp(group, count, *values).run()
 
 
 def _products_interpreted(
@@ -179,6 +179,8 @@ class _Warp:
 
     def __init__(
         self,
+        group: int,
+        count: int,
         query: ir.Value,
         code: ir.Value,
         centre: ir.Value,
@@ -186,8 +188,6 @@ class _Warp:
         peaks: ir.Value,
         shared: ir.Value,
         room: ir.Value,
-        group: int,
-        count: int,
         kv_head: ir.Value,
         first: ir.Value,
         there: ir.Value,

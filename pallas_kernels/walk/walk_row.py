@@ -392,7 +392,7 @@ class _Tiles:
     def of(cls, *fields: Any) -> "_Tiles":
         """Returns the tiles from all fields but the slots."""
         *_, half, _, _, has_keys = fields
-        return cls(*fields, jnp.where(has_keys, half, 0), _HALVES + half)
+        return cls(*(*fields, jnp.where(has_keys, half, 0), _HALVES + half))
 
     # Copies
 
