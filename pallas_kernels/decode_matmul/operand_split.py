@@ -198,7 +198,7 @@ def write(target: Any, factors: Any, rows: Any, scale: Any = None, squares: Any 
             code = _FLOAT_DIGITS if dtype == jnp.float8_e4m3fn else _WHOLE_DIGITS
             found = _ptx(code, *numbers, result_types=[mlir.i32()] * len(shifts))
             first = arith.muli(row, constant(len(shifts)))
-            is_finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, constant(_NOT_FINITE))
+            is_finite = mlir.compare("ult", exponent, _NOT_FINITE)
             for index, (shift, word) in enumerate(zip(shifts, found, strict=True)):
                 column = arith.addi(first, constant(index))
                 back = arith.addi(least, constant(shift - top))

@@ -190,7 +190,7 @@ class _Program:
         of_slot = 4 * tiling.width  # bytes per slot
         for slot in range(tiling.slots):
             row = arith.addi(first, _int(slot * step))
-            pointers, is_row = self._pointers(row), _is_less(row, tiling.rows)
+            pointers, is_row = self._pointers(row), mlir.compare("slt", row, tiling.rows)
             for vector in range(tiling.vectors):
                 place = arith.addi(self._ring, _int(slot * of_slot))
                 self._copy(pointers, place, vector, is_row)
@@ -203,7 +203,7 @@ class _Program:
             # Load early to hide the latency.
             next_scale = self._row_scale(arith.addi(row, _int(step)))
             ahead = arith.addi(row, _int(tiling.slots * step))
-            pointers, is_row = self._pointers(ahead), _is_less(ahead, tiling.rows)
+            pointers, is_row = self._pointers(ahead), mlir.compare("slt", ahead, tiling.rows)
             place, most = arith.addi(self._ring, slot), _int(0)
             found = []
             for vector in range(tiling.vectors):
@@ -219,7 +219,7 @@ class _Program:
             scale = _scale_of(self._over_program(most, turn))
             self._write(row, found, scale)
             slot = arith.addi(slot, _int(of_slot))
-            is_last = arith.cmpi(arith.CmpIPredicate.eq, slot, _int(tiling.slots * of_slot))
+            is_last = mlir.compare("eq", slot, tiling.slots * of_slot)
             slot = arith.select(is_last, _int(0), slot)
             turn = arith.xori(turn, _int(4 * _MOST_WARPS))
             scf.yield_([slot, turn, next_scale])
@@ -232,7 +232,7 @@ class _Program:
         first = vector * self._tiling.threads
         if first + self._tiling.threads <= self._tiling.of_row:
             return None
-        return _is_less(self._thread, self._tiling.of_row - first)
+        return mlir.compare("slt", self._thread, self._tiling.of_row - first)
 
     def _pointers(self, row: ir.Value) -> list[ir.Value]:
         """Returns the addresses of the thread's first vector of a row, in both arrays."""
@@ -262,7 +262,7 @@ class _Program:
             f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {code} }}",
             place,
             *pointers,
-            arith.extui(mlir.i32(), wanted),
+            mlir.flag(wanted),
         )
         _emit("cp.async.commit_group;")
 
@@ -279,7 +279,7 @@ class _Program:
         pointers = [mlir.address(x, column) for x in (self._gate_scales, self._up_scales)]
         for vector in range(self._tiling.vectors):
             is_own = self._is_own(vector)
-            own = None if is_own is None else arith.extui(mlir.i32(), is_own)
+            own = None if is_own is None else mlir.flag(is_own)
             first = vector * self._tiling.threads
             of_gate, of_up = (
                 [
@@ -314,7 +314,7 @@ class _Program:
                 mlir.store(pointer, rounded, offset=_VECTOR * vector * self._tiling.threads)
 
             _when_set(self._is_own(vector), write)
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, self._thread, _int(0))
+        is_first = mlir.compare("eq", self._thread, 0)
         with mgpu.when(is_first):
             mlir.store(mlir.address(self._scales, row), [scale])
 
@@ -354,7 +354,7 @@ class _Program:
         own = _run(_LARGER_HALF, most)
         own = mlir.over_lanes(own, nvvm.ReductionKind.UMAX)
         scratch, lane = arith.addi(self._largest, turn), mlir.lane()
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _int(0))):
+        with mgpu.when(mlir.compare("eq", lane, 0)):
             place = arith.addi(scratch, arith.shli(mlir.warp(), _int(2)))
             _emit("st.shared.b32 [$0], $1;", place, own)
         gpu.barrier()
@@ -395,10 +395,6 @@ def _when_set(flag: ir.Value | None, body: Any) -> None:
         return
     with mgpu.when(flag):
         body()
-
-
-def _is_less(value: ir.Value, limit: int) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.slt, value, _int(limit))
 
 
 def _emit(code: str, *operands: ir.Value) -> None:

@@ -93,6 +93,28 @@ def constant(value: int) -> ir.Value:
     return arith.constant(i32(), value)
 
 
+def compare(test: str, left: ir.Value, right: ir.Value | int) -> ir.Value:
+    """Compares integers: `eq`, `ne`; `slt`, `sle`, `sgt`, `sge`, or `ult` for unsigned ones."""
+    right = constant(right) if isinstance(right, int) else right
+    return arith.cmpi(getattr(arith.CmpIPredicate, test), left, right)
+
+
+def flag(condition: ir.Value) -> ir.Value:
+    """Converts a condition to 1 or 0."""
+    return arith.extui(i32(), condition)
+
+
+def long(value: ir.Value | int) -> ir.Value:
+    """Extends an integer to 64 bits."""
+    kind = ir.IntegerType.get_signless(64)
+    return arith.constant(kind, value) if isinstance(value, int) else arith.extsi(kind, value)
+
+
+def zero_sums() -> list[ir.Value]:
+    """Returns a thread's four sums of a product, all 0."""
+    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
+
+
 def index(value: ir.Value) -> ir.Value:
     """Converts an integer to the index type."""
     return arith.index_cast(ir.IndexType.get(), value)

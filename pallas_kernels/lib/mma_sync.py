@@ -105,9 +105,9 @@ def _start_copies(
     start = _global_pointer(source)
     inside = arith.muli(chunks.row, _constant(stride * 2))
     inside = arith.addi(inside, arith.muli(chunks.column, _constant(_CHUNK)))
-    inside = _long(inside)
+    inside = mlir.long(inside)
     for page, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
-        offset = arith.addi(arith.muli(_long(first), _long_constant(stride * 2)), inside)
+        offset = arith.addi(arith.muli(mlir.long(first), mlir.long(stride * 2)), inside)
         place = arith.addi(start, offset)
         left = arith.subi(room, chunks.row)
         for turn in range(chunks.turns):
@@ -178,13 +178,14 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
     def write(source: Any, target: Any, is_wanted: Any) -> None:
         chunks = _Chunks(source, width, anew=True)
         stride = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
-        inside = arith.muli(_long(chunks.row), _long_constant(stride * 2))
-        inside = arith.addi(inside, _long(arith.muli(chunks.column, _constant(_CHUNK))))
+        inside = arith.muli(mlir.long(chunks.row), mlir.long(stride * 2))
+        inside = arith.addi(inside, mlir.long(arith.muli(chunks.column, _constant(_CHUNK))))
         place = arith.addi(_global_pointer(target), inside)
-        wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, _constant(0))
+        wanted = mlir.compare("ne", is_wanted, 0)
         for page in range(height // PAGE):
             for turn in range(chunks.turns):
-                held = _load_chunk(chunks.place, chunks.offset(first // PAGE + page, turn))
+                offset = chunks.offset(first // PAGE + page, turn)
+                held = mlir.load(chunks.place, 4, offset=offset, space="shared")
                 row = PAGE * page + turn * chunks.height
                 mgpu.utils.inline_ptx(
                     f"st.global.v4.b32 [$0 + {row * stride * 2}], {{$1, $2, $3, $4}};",
@@ -217,11 +218,9 @@ def write_vector(vector: Float[Array, "M"], target: Any, first: int, is_wanted: 
     @mlir.emit((vector, ops.BY_ROW), target, numbers=[is_wanted])
     def write(vector: Any, target: Any, is_wanted: Any) -> None:
         thread = _own_thread(anew=True)
-        wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, _constant(0))
+        wanted = mlir.compare("ne", is_wanted, 0)
         # Four threads have the same two numbers, of a row and of the row 8 below.
-        is_first = arith.cmpi(
-            arith.CmpIPredicate.eq, arith.andi(thread, _constant(3)), _constant(0)
-        )
+        is_first = mlir.compare("eq", arith.andi(thread, _constant(3)), 0)
         row = arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
         warp = arith.shrui(thread, _constant(5))
         row = arith.addi(row, arith.muli(warp, _constant(16)))
@@ -309,7 +308,7 @@ def read_heads(source: Any) -> Float[Array, "64 H"]:
         for one in rows:
             inside = arith.muli(arith.minsi(one, _constant(count - 1)), _constant(stride))
             inside = arith.muli(arith.addi(inside, column), _constant(2))
-            places.append(arith.addi(_global_pointer(source), _long(inside)))
+            places.append(arith.addi(_global_pointer(source), mlir.long(inside)))
         registers = []
         for tile in range(width // 8):
             found = [
@@ -372,10 +371,10 @@ def write_heads(vector: Float[Array, "64"], target: Any) -> None:
     @mlir.emit((vector, ops.BY_ROW), target)
     def write(vector: Any, target: Any) -> None:
         row, column = _own_entry()
-        is_first = _is_below(arith.ori(column, _own_warp()), 1)
+        is_first = mlir.compare("slt", arith.ori(column, _own_warp()), 1)
         for half, number in enumerate(mlir.scalars(vector)):
             place = arith.addi(row, _constant(8 * half))
-            with mgpu.when(arith.andi(is_first, _is_below(place, count))):
+            with mgpu.when(arith.andi(is_first, mlir.compare("slt", place, count))):
                 memref.store(number, target, [mlir.index(place)])
 
 
@@ -420,7 +419,7 @@ def write_sum_of_warps(
         column = arith.addi(column, arith.muli(first, _constant(8)))
         for tile in range(own):
             parts = [
-                _load_chunk(place, tile * size + warp * mlir.LANES * _CHUNK)
+                mlir.load(place, 4, offset=tile * size + warp * mlir.LANES * _CHUNK, space="shared")
                 for warp in range(_WARPS)
             ]
             kind = ir.F32Type.get()
@@ -431,7 +430,7 @@ def write_sum_of_warps(
             at = arith.addi(column, _constant(8 * tile))
             for half in range(2):
                 head = arith.addi(row, _constant(8 * half))
-                with mgpu.when(_is_below(head, count)):
+                with mgpu.when(mlir.compare("slt", head, count)):
                     for index, entry in enumerate(entries[2 * half :][:2]):
                         where = [head, arith.addi(at, _constant(index))]
                         _store(entry, target, where[::-1] if transposed else where)
@@ -463,7 +462,7 @@ def write_columns(matrix: Float[Array, "64 8"], target: Any, first: Any) -> None
         for place, entry in enumerate(mlir.scalars(matrix)):
             half, index = divmod(place, 2)
             head = arith.addi(column, _constant(index))
-            with mgpu.when(_is_below(head, count)):
+            with mgpu.when(mlir.compare("slt", head, count)):
                 _store(entry, target, [head, arith.addi(row, _constant(8 * half))])
 
 
@@ -479,10 +478,6 @@ def _own_entry() -> tuple[ir.Value, ir.Value]:
     lane = mlir.lane()
     row = arith.shrui(lane, _constant(2))
     return row, arith.muli(arith.andi(lane, _constant(3)), _constant(2))
-
-
-def _is_below(value: ir.Value, end: int) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.slt, value, _constant(end))
 
 
 def _by_warp(x: Array) -> Array:
@@ -524,19 +519,20 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
         chunks, zero = _Chunks(values, width, anew=True), _constant(0)
         first, own = _constant(NOBODY), []
         for page, start in enumerate(places):
-            is_own = arith.cmpi(arith.CmpIPredicate.sge, start, zero)
+            is_own = mlir.compare("sge", start, zero)
             for turn in range(chunks.turns):
                 row = arith.addi(chunks.row, _constant(turn * chunks.height))
                 place = arith.select(is_own, arith.addi(start, row), _constant(-1))
                 total = zero
-                for pair in _load_chunk(chunks.place, chunks.offset(page, turn)):
+                offset = chunks.offset(page, turn)
+                for pair in mlir.load(chunks.place, 4, offset=offset, space="shared"):
                     # Multiplying a non-finite number by 0 gives NaN.
                     code = f"fma.rn.{kind} $0, $1, $2, $3;"
                     total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
-                is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
+                is_bad = mlir.compare("ne", total, zero)
                 is_bad = arith.andi(is_bad, is_own)
                 first = arith.minsi(first, arith.select(is_bad, place, _constant(NOBODY)))
-                own.append((place, chunks.offset(page, turn)))
+                own.append((place, offset))
         first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
         memref.store(first, scratch, [mlir.index(_own_warp())])
         mgpu.warpgroup_barrier()
@@ -548,7 +544,7 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
                 f"st.shared.v4.b32 [$0 + {offset}], {{$1, $1, $1, $1}};",
                 chunks.place,
                 zero,
-                predicate=arith.cmpi(arith.CmpIPredicate.sge, place, first),
+                predicate=mlir.compare("sge", place, first),
                 has_side_effects=True,
             )
         mgpu.warpgroup_barrier()
@@ -620,7 +616,7 @@ def multiply_keys(queries: Any, keys: Any) -> Float[Array, "M S"]:
     def multiply(queries: Any, keys: Any) -> Any:
         left = _Matrices(queries, width, is_row_first=True, of_warp=True)
         right = _Matrices(keys, width, is_row_first=False)
-        sums = [_zeros() for _ in range(rows // 64 * columns // 8)]
+        sums = [mlir.zero_sums() for _ in range(rows // 64 * columns // 8)]
         for step in range(width // 16):
             own = [left.load(8 * tile, step) for tile in range(rows // 64)]
             for pair in range(columns // 16):
@@ -654,7 +650,7 @@ def multiply_own_keys(queries: Float[Array, "64 H"], keys: Any) -> Float[Array, 
     def multiply(queries: Any, keys: Any) -> Any:
         right = _Matrices(keys, width, is_row_first=False, of_warp=True)
         held = [mgpu.utils.bitcast(x, mlir.i32()) for x in queries.registers.flat]
-        sums = [_zeros() for _ in range(PAGE // 8)]
+        sums = [mlir.zero_sums() for _ in range(PAGE // 8)]
         for step in range(width // 16):
             both = right.load(0, step)
             for half in range(2):
@@ -777,11 +773,6 @@ def _matrix_type(shape: tuple[int, int], dtype: Any) -> Any:
     return mlir.array_type(shape, dtype, ops.ACCUMULATOR)
 
 
-def _zeros() -> list[ir.Value]:
-    """Returns zero sums of a product."""
-    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
-
-
 def _kind(dtype: Any) -> str:
     return {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
 
@@ -796,14 +787,6 @@ def _tiled(ref: Any) -> Any:
 
 
 _constant = mlir.constant
-
-
-def _long_constant(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(64), value)
-
-
-def _long(value: ir.Value) -> ir.Value:
-    return arith.extsi(ir.IntegerType.get_signless(64), value)
 
 
 def _own_thread(*, anew: bool) -> ir.Value:
@@ -826,15 +809,3 @@ def _own_warp() -> ir.Value:
 
 def _global_pointer(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
-
-
-def _load_chunk(place: ir.Value, offset: int) -> list[ir.Value]:
-    """Loads four words of shared memory."""
-    return list(
-        mgpu.utils.inline_ptx(
-            f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
-            place,
-            result_types=[mlir.i32()] * 4,
-            has_side_effects=True,
-        )
-    )

@@ -178,10 +178,10 @@ def first_not_finite(
                 pair = mgpu.utils.bitcast(register, mlir.i32())
                 code = f"fma.rn.{kind} $0, $1, $2, $3;"
                 total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
-            is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
+            is_bad = mlir.compare("ne", total, zero)
             own_row = arith.addi(row, mlir.constant(8 * half))
             for least in counted:
-                counts = arith.cmpi(arith.CmpIPredicate.sge, own_row, least)
+                counts = mlir.compare("sge", own_row, least)
                 is_bad = arith.andi(is_bad, counts)
             first = arith.select(is_bad, own_row, first)
         first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
@@ -235,7 +235,7 @@ def any_of_warp(flags: Bool[Array, "..."], *, layout: Any) -> Int[Array, ""]:
     @mlir.emit((flags, layout), result=mlir.integer_type())
     def vote(flags: Any) -> Any:
         is_set = functools.reduce(arith.ori, mlir.scalars(flags))
-        return mlir.as_array(arith.extui(mlir.i32(), mlir.is_any(is_set)))
+        return mlir.as_array(mlir.flag(mlir.is_any(is_set)))
 
     return vote
 
@@ -265,7 +265,7 @@ def write_sums(
         lane, own = mlir.lane(), arith.andi(mlir.warp(), _int(WARPS - 1))
         row = arith.addi(arith.muli(own, _int(16)), arith.shrui(lane, _int(2)))
         start = arith.addi(first, row)
-        is_turn = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _int(3)), turn)
+        is_turn = mlir.compare("eq", arith.andi(lane, _int(3)), turn)
         for half in (0, 1):  # a thread's registers alternate between its row and the row 8 below
             for index, out in enumerate(outs):
                 registers = list(matrix.registers.flat)[half::2]
@@ -312,7 +312,7 @@ def any_of_key(flags: Bool[Array, "64 channels"]) -> Bool[Array, "64 channels"]:
         found = np.empty(flags.registers.size, dtype=object)
         for place in range(found.size):
             own = arith.andi(bits, mlir.constant(1 << (place * together)))
-            is_set = arith.cmpi(arith.CmpIPredicate.ne, own, mlir.constant(0))
+            is_set = mlir.compare("ne", own, 0)
             found[place] = vector.broadcast(flags.registers.flat[place].type, is_set)
         return mgpu.FragmentedArray(
             _registers=found.reshape(flags.registers.shape), _layout=flags.layout, _is_signed=False
@@ -401,7 +401,7 @@ def _over_warps(
     lane = mlir.lane()
     last = mlir.constant(_warps(scratch) - 1)
     theirs = memref.load(scratch, [mlir.index(arith.addi(start, arith.minsi(lane, last)))])
-    is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
+    is_one = mlir.compare("slt", lane, number)
     theirs = arith.select(is_one, theirs, mlir.constant(identity))
     return mlir.over_lanes(theirs, kind)
 
@@ -432,7 +432,7 @@ def write_row(values: Array, columns: Array, ref: Any, *, layout: Any) -> None:
     def write(values: Any, columns: Any, ref: Any) -> None:
         limit = mlir.constant(ir.MemRefType(ref.type).shape[0])
         for value, column in zip(mlir.scalars(values), mlir.scalars(columns), strict=True):
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
+            with mgpu.when(mlir.compare("slt", column, limit)):
                 memref.store(value, ref, [mlir.index(column)])
 
 
@@ -562,8 +562,8 @@ def _emit_write_kept(
     """
 
     def tests(key: ir.Value) -> tuple[ir.Value, ir.Value]:
-        above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
-        return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
+        above = mlir.compare("sge", key, upper)
+        return above, mlir.compare("eq", key, lower)
 
     def count(keys: list[ir.Value], step: int, before: list[ir.Value]) -> list[ir.Value]:
         for key in keys:
@@ -608,7 +608,7 @@ def _emit_write_kept(
             sums = list(map(arith.addi, sums, _byte_of(totals, place)))
             for index, key in enumerate(group):
                 is_above, is_tied = tests(key)
-                has_room = arith.cmpi(arith.CmpIPredicate.slt, tied_before, missing)
+                has_room = mlir.compare("slt", tied_before, missing)
                 with mgpu.when(arith.ori(is_above, arith.andi(is_tied, has_room))):
                     target = arith.addi(above_before, arith.minsi(tied_before, missing))
                     own_column = arith.addi(column, mlir.constant(index))
@@ -738,7 +738,7 @@ def _emit_add_parts(
     for pair in range(height // (WARPS * 2)):
         tile = arith.addi(first, mlir.constant(2 * pair))
         least = arith.shrui(tile, mlir.constant(1)) if is_triangle else mlir.constant(0)
-        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, mlir.constant(num_tiles))
+        is_tile = mlir.compare("slt", tile, num_tiles)
         least = arith.select(is_tile, least, mlir.constant(num_splits))
         place = arith.addi(arith.muli(tile, mlir.constant(columns)), column)
         start = mlir.address(parts, place)
@@ -770,7 +770,7 @@ def _sum_of_tile(
     none = mlir.constant(NO_EXPONENT)
     shifts = []
     for split in range(num_splits):
-        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, mlir.constant(split))
+        is_there = mlir.compare("sle", least, split)
         shifts.append(arith.select(is_there, exponents[split], none))
     # Above the exponent of a missing part, whose factor is then 0.
     largest = functools.reduce(arith.maxsi, shifts, mlir.constant(NO_EXPONENT // 2))
@@ -922,7 +922,7 @@ def _sum_of_heads(
     num_heads = ir.MemRefType(powers.type).shape[0]
     # Clamp missing columns to an existing part.
     own = arith.shrui(column, mlir.constant(part.bit_length() - 1))
-    own = mlir.index(arith.select(_is_one(unread), mlir.constant(0), own))
+    own = mlir.index(arith.select(mlir.compare("eq", unread, 1), mlir.constant(0), own))
     totals = [arith.constant(ir.F32Type.get(), 0.0)] * ADJACENT
     for first in range(0, num_heads, _HEADS_AT_ONCE):
         heads = range(first, min(first + _HEADS_AT_ONCE, num_heads))
@@ -949,14 +949,10 @@ def _places_of_tiles(
     """Returns for each four adjacent columns: their address, 1 if none exists, first column."""
     found = []
     for column in _tile_places(*shape):
-        is_there = arith.cmpi(arith.CmpIPredicate.slt, column, there)
+        is_there = mlir.compare("slt", column, there)
         unread = arith.select(is_there, mlir.constant(0), mlir.constant(1))
         found.append((mlir.address(powers, column), unread, column))
     return found
-
-
-def _is_one(flag: ir.Value) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, flag, mlir.constant(1))
 
 
 def _tile_places(height: int, columns: int) -> list[ir.Value]:

@@ -66,7 +66,7 @@ def in_pairs(numbers: list[ir.Value]) -> list[ir.Value]:
 def is_empty(steps: list[ir.Value]) -> ir.Value:
     """Whether a block has no key, from words of its scale exponents."""
     byte = arith.andi(steps[0], _int(0xFF))
-    return arith.cmpi(arith.CmpIPredicate.eq, byte, _int(NO_STEP & 0xFF))
+    return mlir.compare("eq", byte, NO_STEP & 0xFF)
 
 
 _int = mlir.constant

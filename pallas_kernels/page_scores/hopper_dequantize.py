@@ -93,7 +93,7 @@ def _write_residuals(
     @mlir.emit(code, step, out, numbers=(program, length))
     def _(code: Any, step: Any, out: Any, first: Any, length: Any) -> None:
         unit = arith.addi(arith.muli(first, _int(row_ops.WARPS)), mlir.warp())
-        is_there = arith.cmpi(arith.CmpIPredicate.slt, unit, _int(sizes.units))
+        is_there = mlir.compare("slt", unit, sizes.units)
         with mgpu.when(is_there):
             _write_unit(code, step, out, unit, length, sizes=sizes)
 
@@ -123,9 +123,9 @@ def _write_unit(
     keys, codes, missing = [], [], []
     for page in range(_PAGES):
         key = arith.addi(arith.addi(first_key, own), _int(page * _AT_ONCE))
-        is_key = arith.cmpi(arith.CmpIPredicate.slt, key, length)
+        is_key = mlir.compare("slt", key, length)
         first = arith.addi(first_key, _int(page * _AT_ONCE))
-        is_page = arith.cmpi(arith.CmpIPredicate.slt, first, length)
+        is_page = mlir.compare("slt", first, length)
         missing.append(arith.select(is_page, _int(0), _int(_NAN)))
         present = arith.select(is_key, key, first)
         keys.append(key)

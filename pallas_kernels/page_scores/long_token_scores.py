@@ -257,9 +257,9 @@ def _read_words(
     def read(powers: Any, first: Any, there: Any) -> Any:
         place = _place_of_thread()
         column = arith.addi(first, place)
-        is_own = _is_less(place, mlir.constant(sizes.count))
-        is_read = arith.andi(is_own, _is_less(column, there))
-        start, flag = mlir.address(powers, column), arith.extui(mlir.i32(), is_read)
+        is_own = mlir.compare("slt", place, mlir.constant(sizes.count))
+        is_read = arith.andi(is_own, mlir.compare("slt", column, there))
+        start, flag = mlir.address(powers, column), mlir.flag(is_read)
         stride = ir.MemRefType(powers.type).shape[1] * _WORD // _PACKED
         found = [mlir.load(start, 1, flag, offset=head * stride)[0] for head in range(heads)]
         return row_ops.as_row(found, shape, _words_layout())
@@ -318,10 +318,6 @@ def _place_of_thread() -> ir.Value:
     """Returns the first column, within the part, of a thread of the second warpgroup."""
     thread = arith.andi(mlir.thread(), mlir.constant(row_ops.THREADS - 1))
     return arith.muli(thread, mlir.constant(_PACKED))
-
-
-def _is_less(one: ir.Value, other: ir.Value) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.slt, one, other)
 
 
 def token_evidence_kernel(

@@ -280,7 +280,7 @@ class _Warp:
         """Whether the thread's page has no key."""
         key = arith.muli(block, _int(_KEYS))
         key = arith.addi(key, arith.muli(self._place, _int(_OF_PAGE)))
-        is_after = arith.cmpi(arith.CmpIPredicate.sge, key, self._length)
+        is_after = mlir.compare("sge", key, self._length)
         return arith.ori(is_after, four_bits.is_empty(steps))
 
     def _write(self, block: ir.Value, peaks: list[ir.Value], missing: ir.Value) -> None:

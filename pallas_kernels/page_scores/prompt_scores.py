@@ -236,7 +236,7 @@ class _Warp:
             place = arith.addi(arith.muli(block, _int(kv_heads)), self._kv_head)
             place = arith.addi(arith.muli(place, _int(self._channels)), self._channel)
             centres.append(self._load_channels(mlir.address(self._centre, place)))
-        is_seen = [arith.cmpi(arith.CmpIPredicate.sle, block, self._reach) for block in blocks]
+        is_seen = [mlir.compare("sle", block, self._reach) for block in blocks]
         found = []
         for tile in range(_TILES):
             sums = [_float(0.0)] * 4
@@ -309,10 +309,7 @@ class _Warp:
         """Writes each row's scores of the pages of a step's blocks."""
         sizes = self._sizes
         _, rows, width = ir.MemRefType(self._out.type).shape
-        bits = [
-            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._place, _int(bit)), _int(0))
-            for bit in (1, 2)
-        ]
+        bits = [mlir.compare("ne", arith.andi(self._place, _int(bit)), 0) for bit in (1, 2)]
         own = arith.subi(self._row_of_thread, self._first)
         for index in range(sizes.rows):
             line = arith.addi(self._first, _int(index))
@@ -320,11 +317,11 @@ class _Warp:
             line = arith.muli(line, _int(width))
             some = sums
             if sizes.rows > 1:
-                is_own = arith.cmpi(arith.CmpIPredicate.eq, own, _int(index))
+                is_own = mlir.compare("eq", own, index)
                 some = [arith.select(is_own, x, _float(0.0)) for x in sums]
             for row, block in enumerate(self._blocks(step)):
                 of_block = some[row * SCORED_PAGES : (row + 1) * SCORED_PAGES]
-                is_there = arith.cmpi(arith.CmpIPredicate.slt, block, _int(sizes.blocks))
+                is_there = mlir.compare("slt", block, sizes.blocks)
                 place = arith.addi(line, arith.muli(block, _int(SCORED_PAGES)))
                 halves = [_sum_of_lanes(of_block[x : x + 2], bits[0], 1) for x in (0, 2)]
                 total = _sum_of_lanes(halves, bits[1], 2)

@@ -267,14 +267,14 @@ class _Traversal:
         diagonal = []
         for tile in map(self._tile, range(_TILES)):
             for half in range(2):
-                sums = _zeros()
+                sums = mlir.zero_sums()
                 for left in tile:
                     sums = mlir.multiply(self._kind, left, left[half::2], sums)
                 even, odd = sums[2 * half : 2 * half + 2]
                 diagonal.append(arith.select(is_odd, odd, even))
         # The lanes of pair p have columns 2p and 2p + 1.
         half_place = arith.shrui(self._place, constant(1))
-        has_diagonal = arith.cmpi(arith.CmpIPredicate.eq, half_place, self._pair)
+        has_diagonal = mlir.compare("eq", half_place, self._pair)
         for index, norm in enumerate(diagonal):
             place = arith.addi(self._place, constant(index * _TILE // 2))
             _store(self._place_of_norm(place), norm, has_diagonal)
@@ -294,7 +294,7 @@ class _Traversal:
         counts = []
         for place in self._own:
             flag = memref.load(self._valid, [mlir.index(arith.addi(first, place))])
-            counts.append(arith.cmpi(arith.CmpIPredicate.ne, flag, constant(0)))
+            counts.append(mlir.compare("ne", flag, 0))
         infinity = arith.constant(number, float("inf"))
         # Large finite numbers can have a non-finite norm, so check the numbers.
         doubtful = [arith.cmpf(arith.CmpFPredicate.UGE, norm, infinity) for norm in norms]
@@ -325,7 +325,7 @@ class _Traversal:
             return [arith.maxsi(largest[0], arith.maxsi(low, high))]
 
         (largest,) = self._over_words(place, [constant(0)], larger)
-        return arith.cmpi(arith.CmpIPredicate.slt, largest, constant(infinity))
+        return mlir.compare("slt", largest, infinity)
 
     def _make_zero(self, place: ir.Value, is_lost: ir.Value) -> None:
         """Zeroes a query in shared memory."""
@@ -376,7 +376,7 @@ class _Traversal:
         square = arith.constant(number, 0.0)
         pair_start = arith.addi(self._means, arith.shli(self._pair, constant(2)))
         for step in range(self._sizes.chunks // 2):
-            sums = [_zeros(), _zeros()]
+            sums = [mlir.zero_sums(), mlir.zero_sums()]
             for tile, left in enumerate(lefts):
                 right = self._matrices(tile, step, transposed=True)
                 for place in range(2):
@@ -421,7 +421,7 @@ class _Traversal:
         self, tiles: list[list[list[ir.Value]]], columns: list[list[ir.Value]]
     ) -> list[list[ir.Value]]:
         """Multiplies all tiles with right operands, one word per chunk."""
-        sums = [_zeros() for _ in tiles]
+        sums = [mlir.zero_sums() for _ in tiles]
         for right in columns:
             for step in range(self._sizes.chunks // 2):
                 for index, tile in enumerate(tiles):
@@ -458,7 +458,7 @@ class _Traversal:
                 key = arith.andi(arith.bitcast(mlir.i32(), distance), constant(~_PLACES))
                 keys.append(arith.ori(key, arith.subi(constant(_PLACES), place)))
             largest = mlir.over_lanes(arith.maxsi(*keys), nvvm.ReductionKind.MAX)
-            is_left = arith.cmpi(arith.CmpIPredicate.sge, largest, constant(0))
+            is_left = mlir.compare("sge", largest, 0)
             step = scf.IfOp(is_left, [number] * 2, has_else=True)
             with ir.InsertionPoint(step.then_block):
                 best = arith.subi(constant(_PLACES), arith.andi(largest, constant(_PLACES)))
@@ -473,7 +473,7 @@ class _Traversal:
                 ):
                     # Ignore NaN distances; excluded queries stay excluded.
                     away = arith.minnumf(distance, _away(own, norm, product))
-                    is_taken = arith.cmpi(arith.CmpIPredicate.eq, place, best)
+                    is_taken = mlir.compare("eq", place, best)
                     lost = arith.constant(number, -1.0)
                     nearer.append(arith.select(is_taken, lost, away))
                 scf.yield_(nearer)
@@ -518,7 +518,7 @@ class _Traversal:
         place = arith.addi(arith.muli(place, constant(pairs)), self._lane)
         pointer = mgpu.utils.memref_ptr(self._out)
         pointer = mgpu.utils.getelementptr(pointer, [place], mlir.i32())
-        has_word = arith.cmpi(arith.CmpIPredicate.slt, self._lane, constant(pairs))
+        has_word = mlir.compare("slt", self._lane, pairs)
         mgpu.utils.inline_ptx("st.global.b32 [$0], $1;", pointer, word, predicate=has_word)
 
     def _pack(self, pair: list[ir.Value]) -> ir.Value:
@@ -545,11 +545,6 @@ def _away(norm: ir.Value, other: ir.Value, product: ir.Value) -> ir.Value:
     return arith.maximumf(away, arith.constant(number, 0.0))
 
 
-def _zeros() -> list[ir.Value]:
-    """Returns zero sums of a product."""
-    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
-
-
 def _bit(value: ir.Value, bit: int) -> ir.Value:
     """Masks one bit, in place."""
     return arith.andi(value, mlir.constant(bit))
@@ -557,7 +552,7 @@ def _bit(value: ir.Value, bit: int) -> ir.Value:
 
 def _is_set(value: ir.Value, bit: int) -> ir.Value:
     """Whether a bit is set."""
-    return arith.cmpi(arith.CmpIPredicate.ne, _bit(value, bit), mlir.constant(0))
+    return mlir.compare("ne", _bit(value, bit), 0)
 
 
 def _wait_for_lanes() -> None:

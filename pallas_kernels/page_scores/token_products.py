@@ -217,7 +217,7 @@ class _Warp:
             self._start_copy(_int(index))
         own = arith.muli(self._kv_head, _int(self._group))
         head = arith.addi(own, self._row)
-        is_head = _flag(arith.cmpi(arith.CmpIPredicate.slt, self._row, _int(self._group)))
+        is_head = mlir.flag(mlir.compare("slt", self._row, self._group))
         width = ir.MemRefType(self._query.type).shape[1]
         place = arith.addi(arith.muli(head, _int(width)), self._channel)
         queries = []
@@ -258,7 +258,7 @@ class _Warp:
 
     def _start_copy(self, index: ir.Value) -> None:
         """Starts to copy one block, if it exists, in 512 adjacent bytes per warp at a time."""
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, self._own)):
+        with mgpu.when(mlir.compare("ult", index, self._own)):
             block = arith.addi(self._first, self._local(index))
             offset = arith.muli(self._lane, _int(_CHUNK))
             target = arith.addi(self._stage(index), offset)
@@ -267,7 +267,7 @@ class _Warp:
             source = mlir.address(self._code, arith.addi(place, offset))
             for start in range(0, size, at_once):
                 _copy(target, source, start, start)
-            has_steps = arith.cmpi(arith.CmpIPredicate.ult, offset, _int(2 * self._row_bytes))
+            has_steps = mlir.compare("ult", offset, 2 * self._row_bytes)
             with mgpu.when(has_steps):
                 source = mlir.address(self._step, arith.addi(self._place_of_block(block), offset))
                 _copy(target, source, size, 0)
@@ -303,7 +303,7 @@ class _Warp:
         """Loads the zero point of the warp's block `start` plus the thread's row; and its index."""
         index = arith.addi(self._row, _int(start))
         local = self._local(index)
-        is_there = _flag(arith.cmpi(arith.CmpIPredicate.ult, index, self._own))
+        is_there = mlir.flag(mlir.compare("ult", index, self._own))
         place = self._place_of_block(arith.addi(self._first, local))
         pointer = mlir.address(self._centre, arith.addi(place, self._channel))
         halves = [
@@ -326,9 +326,9 @@ class _Warp:
             peak = mlir.run(code, peak, mgpu.utils.shfl_bfly(peak, distance))
         peak = arith.maxui(arith.shrui(peak, _int(16)), arith.andi(peak, _int(0xFFFF)))
         # 448 is 1.75 · 2^8.
-        is_above = arith.cmpi(arith.CmpIPredicate.sgt, arith.andi(peak, _int(0x7F)), _int(0x60))
+        is_above = mlir.compare("sgt", arith.andi(peak, _int(0x7F)), 0x60)
         shift = arith.addi(arith.shrui(peak, _int(7)), _int(-135))
-        shift = arith.addi(shift, _flag(is_above))
+        shift = arith.addi(shift, mlir.flag(is_above))
         shift = arith.minsi(arith.maxsi(shift, _int(-_LARGEST_SHIFT)), _int(_LARGEST_SHIFT))
         up, down = (
             arith.shli(arith.addi(x, _int(127)), _int(23))
@@ -384,7 +384,7 @@ class _Warp:
             total = []
             for group in (2 * tile, 2 * tile + 1):
                 row = arith.addi(self._row, _int(8 * group))
-                is_key = arith.cmpi(arith.CmpIPredicate.slt, row, left)
+                is_key = mlir.compare("slt", row, left)
                 total += [arith.select(is_key, zero, least)] * 2  # masks missing keys
             for word in range(words):
                 rows = [codes[group * words + word] for group in (2 * tile, 2 * tile + 1)]
@@ -407,10 +407,7 @@ class _Warp:
         In each exchange two rows split their numbers: by column for the row's lowest bit, then by
         page for its other bits.
         """
-        bits = [
-            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._row, _int(1 << bit)), _int(0))
-            for bit in range(3)
-        ]
+        bits = [mlir.compare("ne", arith.andi(self._row, _int(1 << bit)), 0) for bit in range(3)]
         values = [_larger_of_rows(columns, bits[0], 4) for columns in peaks]
         values = [_larger_of_rows(values[two : two + 2], bits[1], 8) for two in (0, 2)]
         value = _larger_of_rows(values, bits[2], 16)
@@ -452,11 +449,6 @@ def _copy(target: ir.Value, source: ir.Value, offset: int, from_start: int) -> N
     """Starts to copy 16 bytes to shared memory."""
     code = f"{_COPY} [$0 + {offset}], [$1 + {from_start}], {_CHUNK};"
     mgpu.utils.inline_ptx(code, target, source, has_side_effects=True)
-
-
-def _flag(condition: ir.Value) -> ir.Value:
-    """Converts a condition to 1 or 0."""
-    return arith.extui(mlir.i32(), condition)
 
 
 _int = mlir.constant
