@@ -121,7 +121,7 @@ FAULTS = (
     Fault("representatives-not-awaited",
           "Representatives of queries are read before their copy has ended.",
           "pallas_kernels/page_scores/representatives.py",
-          'mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)', "pass"),
+          'mlir.effect("cp.async.wait_all;")', "pass"),
     Fault("walk-row-overwritten",
           "A warpgroup of the walk writes over numbers that another still reads.",
           "pallas_kernels/walk/walk_row.py",

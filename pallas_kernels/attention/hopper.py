@@ -427,7 +427,10 @@ def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
 
 
 class _PageLoader(_Loader):
-    """A `_Loader` for lists of pages; each warp copies its own pages of every step."""
+    """A `_Loader` for lists of pages; each warp copies its own pages of every step.
+
+    `plgpu.warp_map` synchronizes all warps before and after its function.
+    """
 
     def load(self, extent: _Extent, done: Any) -> None:
         """Copies the tile's steps, at least one. Slots continue after the `done` earlier steps."""
@@ -440,7 +443,7 @@ class _PageLoader(_Loader):
         )
         slot, value_slot = (jax.lax.rem(done, n) for n in (tiling.stages, tiling.stages))
 
-        @row_ops.on_each_warp
+        @plgpu.warp_map
         def _(warp: Any) -> None:
             self._load(self._keys, self._pages(extent, 0, warp), slot, warp)
 
@@ -448,7 +451,7 @@ class _PageLoader(_Loader):
         plgpu.barrier_wait(barriers.values("freed", value_slot))
         refs.lost[value_slot] = QUERIES
 
-        @row_ops.on_each_warp
+        @plgpu.warp_map
         def _(warp: Any) -> None:
             self._copy_first_values(extent, before, pages[-1], value_slot, warp)
 
@@ -459,7 +462,7 @@ class _PageLoader(_Loader):
 
         self._check_values(before, pages, value_slot, extent)
 
-        @row_ops.on_each_warp
+        @plgpu.warp_map
         def _(warp: Any) -> None:
             def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 pages, later = carry

@@ -30,11 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from sketchwalk_jax.pallas_kernels.config import (
-    DECODE_HEADS,
-    num_multiprocessors,
-    shared_memory,
-)
+from sketchwalk_jax.pallas_kernels.config import DECODE_HEADS, num_multiprocessors, shared_memory
 from sketchwalk_jax.pallas_kernels.decode_attention.parts import (
     COLUMNS,
     FEATURES,

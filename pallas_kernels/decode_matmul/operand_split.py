@@ -356,11 +356,11 @@ def _load(start: ir.Value, line: ir.Value, own: ir.Value) -> list[ir.Value]:
     place = arith.addi(start, arith.addi(arith.muli(line, mlir.constant(2 * LINE)), own))
     kinds = [mlir.i32()] * 2
     code = "ld.shared.v2.b32 {$0, $1}, [$2];"
-    return list(_ptx(code, place, result_types=kinds, has_side_effects=True))
+    return mlir.ptx(code, place, kinds=kinds)
 
 
 def _store(place: ir.Value, word: ir.Value) -> None:
-    _ptx("st.shared.b32 [$0], $1;", place, word, has_side_effects=True)
+    mlir.effect("st.shared.b32 [$0], $1;", place, word)
 
 
 def _numbers(pairs: list[ir.Value]) -> list[ir.Value]:

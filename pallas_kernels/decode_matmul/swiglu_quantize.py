@@ -207,7 +207,7 @@ class _Program:
             place, most = arith.addi(self._ring, slot), _int(0)
             found = []
             for vector in range(tiling.vectors):
-                _emit(f"cp.async.wait_group {tiling.slots * tiling.vectors - 1};")
+                mlir.effect(f"cp.async.wait_group {tiling.slots * tiling.vectors - 1};")
                 is_own = self._is_own(vector)
                 read = functools.partial(
                     self._products, place, vector, row_scale, factors[vector], most
@@ -223,7 +223,7 @@ class _Program:
             slot = arith.select(is_last, _int(0), slot)
             turn = arith.xori(turn, _int(4 * _MOST_WARPS))
             scf.yield_([slot, turn, next_scale])
-        _emit("cp.async.wait_group 0;")
+        mlir.effect("cp.async.wait_group 0;")
 
     # Memory
 
@@ -258,13 +258,10 @@ class _Program:
             f"[${1 + array} + {offset}], {_CHUNK};"
             for array in range(2)
         )
-        _emit(
-            f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {code} }}",
-            place,
-            *pointers,
-            mlir.flag(wanted),
+        mlir.effect(
+            f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {code} }}", place, *pointers, mlir.flag(wanted)
         )
-        _emit("cp.async.commit_group;")
+        mlir.effect("cp.async.commit_group;")
 
     def _row_scale(self, row: ir.Value) -> ir.Value:
         """Loads the scale of a row, clamped to the last row."""
@@ -293,7 +290,7 @@ class _Program:
             def keep(first: int = first, of_up: list[list[ir.Value]] = of_up) -> None:
                 for half, values in enumerate(of_up):
                     offset = _CHUNK * first + half * 2 * width
-                    _emit(
+                    mlir.effect(
                         f"st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
                         self._factors,
                         *values,
@@ -356,7 +353,7 @@ class _Program:
         scratch, lane = arith.addi(self._largest, turn), mlir.lane()
         with mgpu.when(mlir.compare("eq", lane, 0)):
             place = arith.addi(scratch, arith.shli(mlir.warp(), _int(2)))
-            _emit("st.shared.b32 [$0], $1;", place, own)
+            mlir.effect("st.shared.b32 [$0], $1;", place, own)
         gpu.barrier()
         other = arith.shli(arith.minui(lane, _int(warps - 1)), _int(2))
         (theirs,) = mlir.load(arith.addi(scratch, other), 1, space="shared")
@@ -395,10 +392,6 @@ def _when_set(flag: ir.Value | None, body: Any) -> None:
         return
     with mgpu.when(flag):
         body()
-
-
-def _emit(code: str, *operands: ir.Value) -> None:
-    mgpu.utils.inline_ptx(code, *operands, has_side_effects=True)
 
 
 def _hex(number: float) -> str:

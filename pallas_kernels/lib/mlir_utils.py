@@ -209,6 +209,25 @@ def run(code: str, *operands: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx(code, *operands, result_types=i32())
 
 
+def ptx(
+    code: str, *operands: ir.Value, kinds: Sequence[ir.Type], convergent: bool = False
+) -> list[ir.Value]:
+    """Emits PTX code with side effects, which stays in order; returns its results."""
+    found = mgpu.utils.inline_ptx(
+        code, *operands, result_types=kinds, has_side_effects=True, convergent=convergent
+    )
+    return list(found)
+
+
+def effect(
+    code: str, *operands: ir.Value, predicate: ir.Value | None = None, convergent: bool = False
+) -> None:
+    """Emits PTX code that has side effects and no result, if a predicate holds."""
+    mgpu.utils.inline_ptx(
+        code, *operands, predicate=predicate, has_side_effects=True, convergent=convergent
+    )
+
+
 def multiply(
     kind: str, left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
 ) -> list[ir.Value]:
@@ -218,17 +237,7 @@ def multiply(
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     kinds = [ir.F32Type.get()] * 4
-    return list(
-        mgpu.utils.inline_ptx(
-            code,
-            *left,
-            *right,
-            *total,
-            result_types=kinds,
-            has_side_effects=True,
-            convergent=True,
-        )
-    )
+    return ptx(code, *left, *right, *total, kinds=kinds, convergent=True)
 
 
 def load(
@@ -250,10 +259,7 @@ def load(
         zeros = " ".join(f"mov.b32 {x}, 0;" for x in targets)
         code = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros} @p {code} }}"
         operands.append(flag)
-    found = mgpu.utils.inline_ptx(
-        code, *operands, result_types=[i32()] * count, has_side_effects=True
-    )
-    return list(found)
+    return ptx(code, *operands, kinds=[i32()] * count)
 
 
 def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None:
@@ -262,7 +268,7 @@ def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None
     names = targets[0] if len(values) == 1 else f"{{{', '.join(targets)}}}"
     vector = "" if len(values) == 1 else f".v{len(values)}"
     code = f"st.global{vector}.b32 [$0 + {offset}], {names};"
-    mgpu.utils.inline_ptx(code, pointer, *values, has_side_effects=True)
+    effect(code, pointer, *values)
 
 
 def multiply_halves(
@@ -273,7 +279,4 @@ def multiply_halves(
         "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 "
         "{$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};"
     )
-    operands = (*left, *right, *total)
-    kinds = [i32()] * 2
-    options: dict[str, Any] = {"has_side_effects": True, "convergent": True}
-    return list(mgpu.utils.inline_ptx(code, *operands, result_types=kinds, **options))
+    return ptx(code, *left, *right, *total, kinds=[i32()] * 2, convergent=True)

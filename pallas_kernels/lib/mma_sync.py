@@ -119,12 +119,8 @@ def _start_copies(
                 code += f".reg .b32 a; xor.b32 a, $0, {flip}; "
                 at = "a"
             at = f"[{at} + {chunks.offset(page, turn)}], [$1 + {row * stride * 2}]"
-            mgpu.utils.inline_ptx(
-                f"{code} cp.async.cg.shared.global {at}, {_CHUNK}, n; }}",
-                chunks.place,
-                place,
-                left,
-                has_side_effects=True,
+            mlir.effect(
+                f"{code} cp.async.cg.shared.global {at}, {_CHUNK}, n; }}", chunks.place, place, left
             )
 
 
@@ -151,7 +147,7 @@ def _emit(code: str) -> None:
 
         @mlir.emit()
         def emit() -> None:
-            mgpu.utils.inline_ptx(code, has_side_effects=True)
+            mlir.effect(code)
 
 
 def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
@@ -187,12 +183,11 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
                 offset = chunks.offset(first // PAGE + page, turn)
                 held = mlir.load(chunks.place, 4, offset=offset, space="shared")
                 row = PAGE * page + turn * chunks.height
-                mgpu.utils.inline_ptx(
+                mlir.effect(
                     f"st.global.v4.b32 [$0 + {row * stride * 2}], {{$1, $2, $3, $4}};",
                     place,
                     *held,
                     predicate=wanted,
-                    has_side_effects=True,
                 )
 
 
@@ -312,12 +307,7 @@ def read_heads(source: Any) -> Float[Array, "64 H"]:
         registers = []
         for tile in range(width // 8):
             found = [
-                mgpu.utils.inline_ptx(
-                    f"ld.global.b32 $0, [$1 + {tile * _CHUNK}];",
-                    place,
-                    result_types=mlir.i32(),
-                )
-                for place in places
+                mlir.run(f"ld.global.b32 $0, [$1 + {tile * _CHUNK}];", place) for place in places
             ]
             registers += [mgpu.utils.bitcast(x, kind) for x in (found * 2)[:2]]
         return mlir.of_registers(registers, (_ROWS, width), ops.ACCUMULATOR)
@@ -404,11 +394,10 @@ def write_sum_of_warps(
         place = arith.muli(_own_thread(anew=False), _constant(_CHUNK))
         place = arith.addi(mlir.shared_pointer(scratch), place)
         for tile in range(width // 8):
-            mgpu.utils.inline_ptx(
+            mlir.effect(
                 f"st.shared.v4.f32 [$0 + {tile * size}], {{$1, $2, $3, $4}};",
                 place,
                 *numbers[4 * tile :][:4],
-                has_side_effects=True,
             )
         mgpu.warpgroup_barrier()
         own = width // 8 // _WARPS  # groups of eight columns that each warp adds
@@ -528,7 +517,7 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
                 for pair in mlir.load(chunks.place, 4, offset=offset, space="shared"):
                     # Multiplying a non-finite number by 0 gives NaN.
                     code = f"fma.rn.{kind} $0, $1, $2, $3;"
-                    total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
+                    total = mlir.run(code, pair, zero, total)
                 is_bad = mlir.compare("ne", total, zero)
                 is_bad = arith.andi(is_bad, is_own)
                 first = arith.minsi(first, arith.select(is_bad, place, _constant(NOBODY)))
@@ -540,12 +529,11 @@ def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) 
         first = memref.load(scratch, [mlir.index(other)])
         first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
         for place, offset in own:
-            mgpu.utils.inline_ptx(
+            mlir.effect(
                 f"st.shared.v4.b32 [$0 + {offset}], {{$1, $1, $1, $1}};",
                 chunks.place,
                 zero,
                 predicate=mlir.compare("sge", place, first),
-                has_side_effects=True,
             )
         mgpu.warpgroup_barrier()
         return mlir.as_array(first)
@@ -739,14 +727,8 @@ class _Matrices:
         offset, turned = tile * self._tile_row + line * _TILE, ".trans" if transposed else ""
         code = f"{{ .reg .b32 a; xor.b32 a, $4, {2 * _CHUNK * pair}; "
         code += f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, "
-        return list(
-            mgpu.utils.inline_ptx(
-                f"{code}[a + {offset}]; }}",
-                self._place,
-                result_types=[mlir.i32()] * 4,
-                has_side_effects=True,
-                convergent=True,
-            )
+        return mlir.ptx(
+            f"{code}[a + {offset}]; }}", self._place, kinds=[mlir.i32()] * 4, convergent=True
         )
 
 

@@ -9,7 +9,6 @@ maxima, counts, writing a row, writing the kept columns of a row, adding up the 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,9 +62,7 @@ def key_layout(channels: int) -> Any:
 
     A thread holds pairs of adjacent channels of a key; a warp's threads hold whole keys, in order.
     """
-    tiles: tuple[tuple[int, ...], ...] = ((64, channels), (64 // WARPS, channels))
-    tiles = (*tiles, (LANES * PAIR // channels, channels), (1, PAIR))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
+    return tiles_layout(64, channels, PAIR)
 
 
 def scratch_of_counts(warpgroups: int = 1) -> Any:
@@ -87,10 +84,7 @@ def scratch_of_maximum(warpgroups: int) -> Any:
 def barrier() -> None:
     """Waits for the other warps of the warpgroup; the interpreter runs them together."""
     if not ops.is_interpreted():
-
-        @mlir.emit()
-        def wait() -> None:
-            mgpu.warpgroup_barrier()
+        mlir.emit()(mgpu.warpgroup_barrier)
 
 
 def program_barrier() -> None:
@@ -100,15 +94,6 @@ def program_barrier() -> None:
         @mlir.emit()
         def wait() -> None:
             gpu.barrier()
-
-
-def on_each_warp(body: Callable[[Any], None]) -> None:
-    """Runs `body(warp)` on each warp of a warpgroup, with the warp's index from 0 on.
-
-    Copies and barriers in `body` concern a single warp. All warps synchronize before and after it.
-    A `body` may use references and integers from outside.
-    """
-    plgpu.warp_map(body)
 
 
 def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any) -> Int[Array, ""]:
@@ -177,7 +162,7 @@ def first_not_finite(
             for register in (x for part in parts for x in list(part.registers.flat)[half::2]):
                 pair = mgpu.utils.bitcast(register, mlir.i32())
                 code = f"fma.rn.{kind} $0, $1, $2, $3;"
-                total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
+                total = mlir.run(code, pair, zero, total)
             is_bad = mlir.compare("ne", total, zero)
             own_row = arith.addi(row, mlir.constant(8 * half))
             for least in counted:
@@ -803,11 +788,7 @@ def _load(
         f"@p ld.global.v{number}.{name} {{{targets}}}, [${number} + {offset}]; }}"
     )
     # Side effects keep the load behind the wait for the kernel that writes the numbers.
-    return list(
-        mgpu.utils.inline_ptx(
-            code, pointer, least, result_types=[kind] * number, has_side_effects=True
-        )
-    )
+    return mlir.ptx(code, pointer, least, kinds=[kind] * number)
 
 
 # Adding up a row over heads

@@ -188,7 +188,7 @@ def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Va
         f"shr.u32 y, $1, 8; {' '.join(lines)} "
         "cvt.u32.u16 x, a; cvt.u32.u16 y, b; prmt.b32 $0, x, y, 0x5140; }"
     )
-    return mgpu.utils.inline_ptx(code, codes, even, odd, result_types=mlir.i32())
+    return mlir.run(code, codes, even, odd)
 
 
 def _write_interpreted(

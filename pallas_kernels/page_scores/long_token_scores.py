@@ -249,11 +249,7 @@ def _read_words(
     shape = (heads, row_ops.THREADS)
     kind = mlir.array_type(shape, jnp.int32, _words_layout())
 
-    @mlir.emit(
-        powers_ref,
-        numbers=(first, there),
-        result=kind,
-    )
+    @mlir.emit(powers_ref, numbers=(first, there), result=kind)
     def read(powers: Any, first: Any, there: Any) -> Any:
         place = _place_of_thread()
         column = arith.addi(first, place)
@@ -282,11 +278,7 @@ def _add_heads(
         return jnp.sum(read.astype(jnp.float32) * weights, axis=0)
     layout, shape = _columns_layout(_PACKED), (1, row_ops.THREADS * _PACKED)
 
-    @mlir.emit(
-        (read, _words_layout()),
-        factors,
-        result=mlir.array_type(shape, jnp.float32, layout),
-    )
+    @mlir.emit((read, _words_layout()), factors, result=mlir.array_type(shape, jnp.float32, layout))
     def add(read: Any, factors: Any) -> Any:
         totals = [arith.constant(ir.F32Type.get(), 0.0)] * _PACKED
         for head, word in enumerate(mlir.scalars(read)):
@@ -347,11 +339,7 @@ def token_evidence_kernel(
     if count > most:
         raise ValueError(f"a part must have at most {most} columns, got {count}")
     batch, num_heads, _ = powers.shape
-    sizes = _Sizes(
-        count=count,
-        exponent=exponent,
-        decay=decay,
-    )
+    sizes = _Sizes(count=count, exponent=exponent, decay=decay)
     ops.kernel(
         functools.partial(_find_evidence, sizes=sizes),
         scratch_types={"factors": plgpu.SMEM((-(-num_heads // _HEADS) * _HEADS,), jnp.float32)},

@@ -212,8 +212,8 @@ class _Traversal:
                 from_start += (2 * half + 1) * sizes.width
                 offset = (half * _QUERIES + row) * sizes.width
                 code = f"cp.async.cg.shared.global [$0 + {offset}], [$1 + {from_start}], 16;"
-                mgpu.utils.inline_ptx(code, target, pointer, has_side_effects=True)
-        mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+                mlir.effect(code, target, pointer)
+        mlir.effect("cp.async.wait_all;")
         _wait_for_lanes()
 
     def emit(self) -> None:
@@ -524,7 +524,7 @@ class _Traversal:
     def _pack(self, pair: list[ir.Value]) -> ir.Value:
         """Packs two numbers in 16 bits each."""
         code = f"cvt.rn.{self._kind}x2.f32 $0, $2, $1;"
-        return mgpu.utils.inline_ptx(code, *pair, result_types=mlir.i32())
+        return mlir.run(code, *pair)
 
     def _unpack(self, word: ir.Value) -> list[ir.Value]:
         """Unpacks two 16-bit numbers."""
@@ -557,7 +557,7 @@ def _is_set(value: ir.Value, bit: int) -> ir.Value:
 
 def _wait_for_lanes() -> None:
     """Synchronizes the lanes of the warp, so that each sees the others' writes."""
-    mgpu.utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+    mlir.effect("bar.warp.sync 0xffffffff;", convergent=True)
 
 
 def _load_matrices(place: ir.Value, offset: int, *, transposed: bool) -> list[ir.Value]:
@@ -565,11 +565,7 @@ def _load_matrices(place: ir.Value, offset: int, *, transposed: bool) -> list[ir
     turned = ".trans" if transposed else ""
     code = f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
     kinds = [mlir.i32()] * 4
-    return list(
-        mgpu.utils.inline_ptx(
-            code, place, result_types=kinds, has_side_effects=True, convergent=True
-        )
-    )
+    return mlir.ptx(code, place, kinds=kinds, convergent=True)
 
 
 def _load(place: ir.Value) -> ir.Value:
@@ -580,9 +576,7 @@ def _load(place: ir.Value) -> ir.Value:
 
 def _store(place: ir.Value, word: ir.Value, predicate: ir.Value | None = None) -> None:
     """Writes a word of shared memory; all lanes stay together, whatever the predicate."""
-    mgpu.utils.inline_ptx(
-        "st.shared.b32 [$0], $1;", place, word, predicate=predicate, has_side_effects=True
-    )
+    mlir.effect("st.shared.b32 [$0], $1;", place, word, predicate=predicate)
 
 
 def representatives_kernel(

@@ -271,12 +271,12 @@ class _Warp:
             with mgpu.when(has_steps):
                 source = mlir.address(self._step, arith.addi(self._place_of_block(block), offset))
                 _copy(target, source, size, 0)
-        mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+        mlir.effect("cp.async.commit_group;")
 
     def _await_copy(self) -> None:
         """Waits until all lanes have copied the next block."""
         code = f"cp.async.wait_group {_STAGES - 2}; bar.warp.sync 0xffffffff;"
-        mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
+        mlir.effect(code, convergent=True)
 
     def _read(self, index: ir.Value) -> list[ir.Value]:
         """Reads a block's quantized keys, one row per group, and its scale exponents."""
@@ -448,7 +448,7 @@ def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
 def _copy(target: ir.Value, source: ir.Value, offset: int, from_start: int) -> None:
     """Starts to copy 16 bytes to shared memory."""
     code = f"{_COPY} [$0 + {offset}], [$1 + {from_start}], {_CHUNK};"
-    mgpu.utils.inline_ptx(code, target, source, has_side_effects=True)
+    mlir.effect(code, target, source)
 
 
 _int = mlir.constant

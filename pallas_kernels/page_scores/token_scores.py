@@ -227,12 +227,7 @@ def token_scores_kernel(
     num_blocks, kv_heads = code.shape[2:4]
     count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
     parts = -(-num_blocks // count)
-    sizes = _Sizes(
-        group=num_heads // kv_heads,
-        count=count,
-        scale=scale,
-        exponent=exponent,
-    )
+    sizes = _Sizes(group=num_heads // kv_heads, count=count, scale=scale, exponent=exponent)
     sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
     numbers = jax.ShapeDtypeStruct((batch, num_heads, room[1]), jnp.bfloat16)
     found = ops.kernel(

@@ -57,24 +57,6 @@ def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     return replace(keys, magnitude >= _FORCED, _BEYOND)
 
 
-def row_keys(
-    scores: Float[Array, "..."],
-    columns: Int[Array, "..."],
-    row: Int[Array, ""],
-    *,
-    is_padded: bool,
-    num_blocks: int,
-    sink_blocks: int,
-    local_blocks: int,
-) -> Int[Array, "..."]:
-    """Returns a row's keys, with forced blocks highest and blocks above the diagonal lowest."""
-    keys = ordered_keys(scores)
-    forced = (columns < sink_blocks) | (columns > row - local_blocks)
-    keys = replace(keys, forced, _FORCED)
-    keys = replace(keys, columns > row, _BEYOND)
-    return replace(keys, columns >= num_blocks, _ABSENT) if is_padded else keys
-
-
 def row_threshold(
     keys: Int[Array, "..."],
     count: Int[Array, ""],
@@ -169,15 +151,13 @@ def select_row(
       guesses: Three guesses of the least key to keep, ascending.
       layout: Layout of `scores` and `columns`.
     """
-    keys = row_keys(
-        scores,
-        columns,
-        row,
-        is_padded=is_padded,
-        num_blocks=num_blocks,
-        sink_blocks=sink_blocks,
-        local_blocks=local_blocks,
-    )
+    keys = ordered_keys(scores)
+    # Forced blocks are highest, those above the diagonal lowest but for columns beyond the end.
+    forced = (columns < sink_blocks) | (columns > row - local_blocks)
+    keys = replace(keys, forced, _FORCED)
+    keys = replace(keys, columns > row, _BEYOND)
+    if is_padded:
+        keys = replace(keys, columns >= num_blocks, _ABSENT)
     lower, upper, missing = row_threshold(keys, count, scratch, guesses=guesses, layout=layout)
     row_ops.write_kept(
         keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, layout=layout
