@@ -28,7 +28,6 @@ Per query and head, a listed block of 64 keys costs 2 H bytes of reads, as on Ho
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,10 +42,10 @@ from sketchwalk_jax.pallas_kernels.attention.tiles import (
     Softmax,
     Tile,
     Tiling,
-    attend,
     divide,
     mask_pages,
     nothing,
+    prepare,
 )
 from sketchwalk_jax.pallas_kernels.config import shared_memory
 from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
@@ -311,21 +310,23 @@ def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
         attention.write(*nothing(tiling.rows, tiling.head_dim))
 
 
-def _make_kernel(shape: dict[str, Any], block_size: int, dtype: Any, **options: Any) -> Any:
-    tiling = _Tiling(**shape, entry=block_size // PAGE, keys=_SIZES[0][0], stages=1)
+def attention_kernel(*arrays: Any, **options: Any) -> tuple[Array, Array | None]:
+    """Computes attention over lists on any NVIDIA GPU of compute capability 8.0 or higher.
+
+    The arguments are those of `tiles.prepare`.
+    """
+    call = prepare(*arrays, **options)
+    tiling = _Tiling(**call.fields, entry=call.block_size // PAGE, keys=_SIZES[0][0], stages=1)
     keys, stages = sizes(tiling.rows, tiling.head_dim, shared_memory())
     tiling = dataclasses.replace(tiling, keys=keys, stages=stages)
-    return ops.kernel(
+    kernel = ops.kernel(
         functools.partial(_attend, tiling=tiling),
-        scratch_types=_scratch(tiling, dtype),
+        scratch_types=_scratch(tiling, call.dtype),
         grid=(tiling.units,),
         grid_names=("program",),
         # No reduction here crosses warps.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention_kernel",
-        **options,
+        **call.options,
     )
-
-
-attention_kernel: Callable[..., Any] = functools.partial(attend, _make_kernel)
-"""`tiles.attend` on any NVIDIA GPU of compute capability 8.0 or higher."""
+    return call.run(kernel)

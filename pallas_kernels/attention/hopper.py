@@ -48,6 +48,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels.attention.tiles import (
     QUERIES,
@@ -55,10 +56,10 @@ from sketchwalk_jax.pallas_kernels.attention.tiles import (
     Softmax,
     Tile,
     Tiling,
-    attend,
     divide,
     mask_pages,
     nothing,
+    prepare,
 )
 from sketchwalk_jax.pallas_kernels.config import num_multiprocessors
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
@@ -792,16 +793,18 @@ def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
         _compute_tiles(tiling, refs, program, warpgroup)
 
 
-def _make_kernel(shape: dict[str, Any], block_size: int, dtype: Any, **options: Any) -> Any:
+def hopper_attention_kernel(*arrays: Any, **options: Any) -> tuple[Array, Array | None]:
+    """Computes attention over lists on Hopper; the arguments are those of `tiles.prepare`."""
+    call = prepare(*arrays, **options)
     tiling = _Tiling(
-        **shape,
-        piece=min(block_size, _PIECE),
-        stages=4 if shape["head_dim"] == 64 else 2,
+        **call.fields,
+        piece=min(call.block_size, _PIECE),
+        stages=4 if call.fields["head_dim"] == 64 else 2,
         most_programs=num_multiprocessors(),
     )
-    return ops.kernel(
+    kernel = ops.kernel(
         functools.partial(_attend, tiling=tiling),
-        scratch_types=_scratch(tiling, dtype),
+        scratch_types=_scratch(tiling, call.dtype),
         grid=(tiling.programs,),
         grid_names=("program",),
         num_threads=tiling.together + 1,
@@ -809,9 +812,6 @@ def _make_kernel(shape: dict[str, Any], block_size: int, dtype: Any, **options: 
         # No reduction here crosses warps; the saved memory fits another step of values.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
         kernel_name="hopper_attention_kernel",
-        **options,
+        **call.options,
     )
-
-
-hopper_attention_kernel: Callable[..., Any] = functools.partial(attend, _make_kernel)
-"""`tiles.attend` on Hopper."""
+    return call.run(kernel)

@@ -227,8 +227,33 @@ def mask_pages(
     return jnp.where(column <= reach - own, scores, MASK_VALUE)
 
 
-def attend(
-    make_kernel: Callable[..., Callable[..., Any]],
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call of a kernel.
+
+    Attributes:
+      fields: The fields of `Tiling`.
+      dtype: Type of the queries.
+      block_size: Keys per listed block.
+      options: Options of `ops.kernel`.
+      arrays: Arguments of the kernel.
+      head_dim: Features of a head, without padding.
+    """
+
+    fields: dict[str, Any]
+    dtype: Any
+    block_size: int
+    options: dict[str, Any]
+    arrays: tuple[Array, ...]
+    head_dim: int
+
+    def run(self, kernel: Callable[..., Any]) -> tuple[Array, Array | None]:
+        """Runs a kernel; returns the output, and the log-sum-exp if requested."""
+        out, *lse = without_derivative(kernel)(*self.arrays)
+        return out[..., : self.head_dim], jnp.swapaxes(lse[0], 1, 2) if lse else None
+
+
+def prepare(
     query: Float[Array, "B T N H"],
     key: Float[Array, "L B S K H"],
     value: Float[Array, "L B S K H"],
@@ -243,8 +268,8 @@ def attend(
     row_size: int | None = None,
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """Computes causal attention of each query block over its list of key blocks.
+) -> Call:
+    """Checks a call of causal attention of each query block over its list of key blocks.
 
     List `i` belongs to query block `first_block + i`. It is ascending and names no block after that
     query block. Tiles of queries beyond `kv_lengths` give 0.
@@ -253,8 +278,6 @@ def attend(
     of 64. A list may name any of its query block's own four pages; no query sees a later key there.
 
     Args:
-      make_kernel: Makes the kernel from the fields of `Tiling`, the block size, the type of the
-        queries and other options of `ops.kernel`.
       query: Queries from a query block's start on, bfloat16 or float16, head_dim at most 128.
       key: Stacked cache of keys; `S` is a multiple of the block size.
       value: Values, shaped like `key`.
@@ -270,11 +293,11 @@ def attend(
       kernel_config: Tile sizes; they change the result only by rounding.
 
     Returns:
-      The output, and with `return_lse` the float32 log-sum-exp, else `None`.
+      A call that returns the output, and with `return_lse` the float32 log-sum-exp, else `None`. It
+      has no derivative.
 
     Raises:
-      ValueError: If the kernel does not support these arguments.
-      NotImplementedError: If a derivative is taken.
+      ValueError: If the kernels do not support these arguments.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
     row_size = block_size if row_size is None else row_size
@@ -285,7 +308,7 @@ def attend(
     out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
     if return_lse:
         out_type.append(jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32))
-    sizes = {
+    fields = {
         "batch": batch,
         "tiles": tokens // QUERIES,
         "heads": heads,
@@ -296,11 +319,9 @@ def attend(
         "exponent": scale * math.log2(math.e),
     }
     options = {"out_type": out_type, "interpret": kernel_config.interpret}
-    kernel = without_derivative(make_kernel(sizes, block_size, query.dtype, **options))
     integers = (x.astype(jnp.int32) for x in (first_block, kv_lengths))
-    outputs = kernel(query, key, value, ids, counts, index.reshape(1), *integers)
-    out = outputs[0][..., :head_dim]
-    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None
+    arrays = (query, key, value, ids, counts, index.reshape(1), *integers)
+    return Call(fields, query.dtype, block_size, options, arrays, head_dim)
 
 
 def _check_arguments(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:

@@ -21,7 +21,6 @@ length are not read: the copy fills in zeros, and their scores are masked.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -38,9 +37,9 @@ from sketchwalk_jax.pallas_kernels.decode_attention.parts import (
     Tiling,
     add_parts,
     along_keys,
-    attend,
     finish,
     num_splits,
+    prepare,
 )
 from sketchwalk_jax.pallas_kernels.lib import mma_sync, ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mma_sync import PAGE
@@ -107,25 +106,6 @@ class _Tiling(Tiling):
             stages=max(2, min(stages, steps + 1)),
             splits=splits,
         )
-
-    def launch(
-        self, query: Array, key: Array, value: Array, *lists: Array, interpret: bool
-    ) -> Sequence[Array]:
-        """Runs the kernels; returns the output `[B, 1, N, H]`, and the log-sum-exp if requested."""
-        # Reductions across warps and their barriers are explicit in this module.
-        params = ops.compiler_params(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        )
-        out, *lse = self.run(
-            (query.reshape(-1, self.head_dim), key, value, *lists),
-            _attend_to_part,
-            _combine_parts,
-            scratch=self.scratch,
-            kernel_name="block_sparse_decode",
-            compiler_params=params,
-            interpret=interpret,
-        )
-        return out.reshape(query.shape), *lse
 
     @property
     def scratch(self) -> dict[str, Any]:
@@ -333,5 +313,29 @@ def _log2(x: int) -> int:
     return x.bit_length() - 1
 
 
-decode_attention_kernel: Callable[..., Any] = functools.partial(attend, _Tiling)
-"""`parts.attend` on any NVIDIA GPU of compute capability 8.0 or higher; heads of 64 or 128."""
+def decode_attention_kernel(
+    query: Array, key: Array, value: Array, *lists: Any, **options: Any
+) -> tuple[Array, Array | None]:
+    """Computes a token's attention on any NVIDIA GPU of compute capability 8.0 or higher.
+
+    The arguments are those of `parts.prepare`; the head_dim is 64 or 128.
+    """
+    tiling, rest, interpret = prepare(_Tiling, query, key, value, *lists, **options)
+    make_kernel = functools.partial(
+        ops.kernel,
+        # Reductions across warps and their barriers are explicit in this module.
+        compiler_params=ops.compiler_params(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        interpret=interpret,
+    )
+    attend = make_kernel(
+        functools.partial(_attend_to_part, tiling=tiling),
+        scratch_types=tiling.scratch,
+        kernel_name="block_sparse_decode",
+        **tiling.attend_options,
+    )
+    combine = make_kernel(
+        functools.partial(_combine_parts, tiling=tiling), **tiling.combine_options
+    )
+    return tiling.run(attend, combine, (query.reshape(-1, tiling.head_dim), key, value, *rest))

@@ -19,7 +19,7 @@ thread passes before all threads have left the step.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -35,9 +35,9 @@ from sketchwalk_jax.pallas_kernels.decode_attention.parts import (
     Tiling,
     add_parts,
     along_keys,
-    attend,
     finish,
     num_splits,
+    prepare,
 )
 from sketchwalk_jax.pallas_kernels.lib import ops
 from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
@@ -116,29 +116,6 @@ class _Tiling(Tiling):
     def step_blocks(self) -> int:
         """Counts the blocks of one step."""
         return self.step_keys // self.block_size
-
-    def launch(
-        self, query: Array, key: Array, value: Array, *lists: Array, interpret: bool
-    ) -> Sequence[Array]:
-        """Runs the kernels; returns the output `[B, 1, N, H]`, and the log-sum-exp if requested."""
-        head_dim, cache = query.shape[-1], (-1, self.kv_heads, self.head_dim)
-        keys, values = (_pad_features(x, self.head_dim - head_dim) for x in (key, value))
-        query_rows = _pad_features(query, self.features - head_dim).reshape(-1, self.features)
-        out, *lse = self.run(
-            (query_rows, keys.reshape(cache), values.reshape(cache), *lists),
-            _attend_to_part,
-            _combine_parts,
-            scratch=[_Scratch.of(self)],
-            combine_scratch=[plgpu.SMEM((COLUMNS, _ROWS), self.dtype)],
-            kernel_name="hopper_decode_attention_kernel",
-            compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
-            interpret=interpret,
-        )
-        out = out.reshape(*query.shape[:3], self.features)
-        if self.features > self.head_dim:  # the chunks overlap
-            rest = out[..., self.features - (self.head_dim - _ROWS) :]
-            out = jnp.concatenate([out[..., :_ROWS], rest], axis=-1)
-        return out[..., :head_dim], *lse
 
 
 # One part of a list
@@ -481,8 +458,37 @@ def _pad_features(x: Array, padding: int) -> Array:
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
 
 
-hopper_decode_attention_kernel: Callable[..., Any] = functools.partial(attend, _Tiling)
-"""`parts.attend` on Hopper, for heads of any multiple of 8 features up to 128.
+def hopper_decode_attention_kernel(
+    query: Array, key: Array, value: Array, *lists: Any, **options: Any
+) -> tuple[Array, Array | None]:
+    """Computes a token's attention on Hopper; the arguments are those of `parts.prepare`.
 
-With fewer than 64 features, or no multiple of 16, it copies the whole cache.
-"""
+    It takes heads of any multiple of 8 features up to 128. With fewer than 64 features, or no
+    multiple of 16, it copies the whole cache.
+    """
+    tiling, rest, interpret = prepare(_Tiling, query, key, value, *lists, **options)
+    head_dim, cache = query.shape[-1], (-1, tiling.kv_heads, tiling.head_dim)
+    keys, values = (_pad_features(x, tiling.head_dim - head_dim) for x in (key, value))
+    rows = _pad_features(query, tiling.features - head_dim).reshape(-1, tiling.features)
+    make_kernel = functools.partial(
+        ops.kernel,
+        compiler_params=ops.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    attend = make_kernel(
+        functools.partial(_attend_to_part, tiling=tiling),
+        scratch_types=[_Scratch.of(tiling)],
+        kernel_name="hopper_decode_attention_kernel",
+        **tiling.attend_options,
+    )
+    combine = make_kernel(
+        functools.partial(_combine_parts, tiling=tiling),
+        scratch_types=[plgpu.SMEM((COLUMNS, _ROWS), tiling.dtype)],
+        **tiling.combine_options,
+    )
+    arrays = (rows, keys.reshape(cache), values.reshape(cache), *rest)
+    out, lse = tiling.run(attend, combine, arrays)
+    if tiling.features > tiling.head_dim:  # the chunks overlap
+        last = out[..., tiling.features - (tiling.head_dim - _ROWS) :]
+        out = jnp.concatenate([out[..., :_ROWS], last], axis=-1)
+    return out[..., :head_dim], lse

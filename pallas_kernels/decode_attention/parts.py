@@ -127,46 +127,36 @@ class Tiling:
             jax.ShapeDtypeStruct((*shape, 2, self.columns), jnp.float32),
         ]
 
-    def run(
-        self,
-        arrays: Sequence[Array],
-        attend: Callable[..., None],
-        combine: Callable[..., None],
-        *,
-        scratch: Any,
-        combine_scratch: Any = (),
-        kernel_name: str,
-        **options: Any,
-    ) -> list[Array]:
-        """Runs `attend` for all parts, then `combine` if there are several; returns the outputs."""
-        outputs = without_derivative(
-            ops.kernel(
-                functools.partial(attend, tiling=self),
-                out_type=self.parts if self.splits > 1 else self.outputs,
-                grid=(self.batch, self.splits, self.units),
-                grid_names=("batch", "split", "unit"),  # the last varies fastest
-                scratch_types=scratch,
-                kernel_name=kernel_name,
-                **options,
-            )
-        )(*arrays)
-        if self.splits > 1:
-            outputs = ops.kernel(
-                functools.partial(combine, tiling=self),
-                out_type=self.outputs,
-                grid=(self.places, self.columns // COLUMNS, self.features // FEATURES),
-                grid_names=("unit", "heads", "chunk"),
-                scratch_types=combine_scratch,
-                kernel_name="combine_decode",
-                **options,
-            )(*outputs)
-        return outputs
+    @property
+    def attend_options(self) -> dict[str, Any]:
+        """Options of the kernel that attends to parts."""
+        return {
+            "out_type": self.parts if self.splits > 1 else self.outputs,
+            "grid": (self.batch, self.splits, self.units),
+            "grid_names": ("batch", "split", "unit"),  # the last varies fastest
+        }
 
-    def launch(
-        self, query: Array, key: Array, value: Array, *lists: Array, interpret: bool
-    ) -> Sequence[Array]:
-        """Runs the kernels; returns the output `[B, 1, N, H]`, and the log-sum-exp if requested."""
-        raise NotImplementedError
+    @property
+    def combine_options(self) -> dict[str, Any]:
+        """Options of the kernel that adds the parts."""
+        return {
+            "out_type": self.outputs,
+            "grid": (self.places, self.columns // COLUMNS, self.features // FEATURES),
+            "grid_names": ("unit", "heads", "chunk"),
+            "kernel_name": "combine_decode",
+        }
+
+    def run(
+        self, attend: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[Array]
+    ) -> tuple[Array, Array | None]:
+        """Runs both kernels, or one for lists in one part; returns output and log-sum-exp."""
+        outputs = without_derivative(attend)(*arrays)
+        out, *lse = combine(*outputs) if self.splits > 1 else outputs
+        out = out.reshape(self.batch, 1, self.units * self.group, self.features)
+        if not lse:
+            return out, None
+        found = lse[0].reshape(self.batch, self.units, -1)[:, :, : self.group]
+        return out, found.reshape(out.shape[:3])
 
 
 def add_parts(
@@ -215,8 +205,8 @@ def along_keys(x: Float[Array, "n"], shape: tuple[int, ...]) -> Float[Array, "m 
     return ops.spread(x, shape, 1)
 
 
-def attend(
-    tiling: type[Tiling],
+def prepare[T: Tiling](
+    tiling: type[T],
     query: Float[Array, "B 1 N H"],
     key: Float[Array, "L B S K H"],
     value: Float[Array, "L B S K H"],
@@ -229,8 +219,8 @@ def attend(
     block_size: int = 64,
     return_lse: bool = False,
     kernel_config: KernelConfig | None = None,
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"] | None]:
-    """Computes exact attention of one token per sequence over its listed blocks.
+) -> tuple[T, tuple[Array, ...], bool]:
+    """Checks a call of exact attention of one token per sequence over its listed blocks.
 
     Args:
       tiling: Class of the kernel.
@@ -248,12 +238,12 @@ def attend(
       kernel_config: Tile sizes; they change the result only by rounding.
 
     Returns:
-      The output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
-      `None`.
+      Tiling, the lists' arrays, and whether the kernels are interpreted. `Tiling.run` returns the
+      output in query's dtype, and with `return_lse` the float32 log-sum-exp `[B, 1, N]`, else
+      `None`. It has no derivative.
 
     Raises:
       ValueError: If the kernel does not support these arguments.
-      NotImplementedError: If a derivative is taken.
     """
     kernel_config = default_kernel_config() if kernel_config is None else kernel_config
     reason = why_not_shape(query, block_size=block_size, decode_heads=tiling.head_dims)
@@ -272,11 +262,7 @@ def attend(
         "exponent": scale * math.log2(math.e),
         "return_lse": return_lse,
     }
-    own = tiling.of(shape, query, key, ids, block_size, kernel_config.interpret)
+    interpret = kernel_config.interpret
+    own = tiling.of(shape, query, key, ids, block_size, interpret)
     lists = (ids[:, :, 0], counts[:, :, 0], jnp.asarray(layer, jnp.int32).reshape(1))
-    lengths = kv_lengths.astype(jnp.int32)
-    out, *lse = own.launch(query, key, value, *lists, lengths, interpret=kernel_config.interpret)
-    if not return_lse:
-        return out, None
-    found = lse[0].reshape(batch, own.units, -1)[:, :, :group]
-    return out, found.reshape(batch, 1, num_heads)
+    return own, (*lists, kv_lengths.astype(jnp.int32)), interpret
