@@ -1,4 +1,4 @@
-"""What both prefill kernels share: their tiles of queries, softmax and mask, and their call.
+"""Tiles of queries, softmax, mask and call of the prefill kernels.
 
 This is step 8 of Algorithm 1. A tile is 64 queries of one sequence, in up to two query heads that
 share keys and a list of block indices. Steps run from the end of a list to its beginning:
