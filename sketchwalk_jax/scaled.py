@@ -69,7 +69,7 @@ def mantissa_of(x: Array) -> Array:
 
 
 def power_of_two(exponent: Array) -> Array:
-    """Computes `2^exponent` for exponents of at most 127; 0 below the normal range."""
+    """Computes `2^exponent` exactly, for exponents of at most 127; 0 below the normal range."""
     return jax.lax.bitcast_convert_type((jnp.maximum(exponent, -127) + 127) << 23, jnp.float32)
 
 
@@ -86,11 +86,6 @@ def add_scaled(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Ar
     exponent = jnp.maximum(one[1], other[1])
     total = one[0] * power_of_two(one[1] - exponent) + other[0] * power_of_two(other[1] - exponent)
     return total, exponent
-
-
-def exact_power_of_two(n: Int[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """Computes `2^n` exactly, for `n` from -126 to 127; not every backend has `exp2`."""
-    return jax.lax.bitcast_convert_type(jnp.left_shift(n + 127, 23), jnp.float32)
 
 
 def ceil_log2(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
@@ -111,6 +106,6 @@ def to_float8(
     x = query.astype(jnp.float32)
     shift = ceil_log2(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest)
     shift = jnp.clip(shift, -100, 100)
-    rounded = (x * exact_power_of_two(-shift)).astype(jnp.float8_e4m3fn)
+    rounded = (x * power_of_two(-shift)).astype(jnp.float8_e4m3fn)
     # Without the barrier, XLA on GPUs drops a rounding that is undone right after.
-    return jax.lax.optimization_barrier(rounded), exact_power_of_two(shift)
+    return jax.lax.optimization_barrier(rounded), power_of_two(shift)

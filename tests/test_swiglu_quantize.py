@@ -158,7 +158,7 @@ def test_what_the_kernel_does_not_take_it_says():
 
 @pytest.mark.parametrize("columns", range(8, MOST_GATED_COLUMNS + 1, 1000))
 def test_rows_and_scales_fit_into_shared_memory(columns):
-    tiling = swiglu_quantize._Tiling.of(9, columns, interpret=False)
+    tiling = swiglu_quantize._Tiling.of(9, columns)
     together = swiglu_quantize._WARPGROUPS // tiling.warpgroups
     arrays = (tiling.slots + 1) * 4 * columns + 2 * 16 * 4
     assert together * (arrays + 1024) <= 228 * 1024

@@ -1,16 +1,12 @@
 """Prefill over block lists on Hopper GPUs: exact attention of query blocks over listed key blocks.
 
-This is step 8 of Algorithm 1. A tile is 64 queries in up to two query heads that share keys and a
-list of block indices. The grid has one thread block per multiprocessor (SM), which processes one
-tile after another, those with long lists first. Each head of a tile has a computing warpgroup. One
-more warpgroup, the loader, copies the listed keys and values into shared memory, 128 keys a step
-(two pieces of 64), a few steps ahead. Steps run from the end of a list to its beginning: the first
-one holds the diagonal block and is the only one with a mask. While one head's weights are computed,
-the tensor cores multiply for the other head, and multiply the values of the previous step:
-
-    S = Q Kᵀ                                    [queries, keys]
-    m' = max(m, S over keys),  P = 2^(c S - c m'),  c = scale · log2(e)
-    O = O 2^(c m - c m') + P V                  [queries, features]
+The grid has one thread block per multiprocessor (SM), which processes one tile after another, those
+with long lists first. Each head of a tile has a computing warpgroup. One more warpgroup, the
+loader, copies the listed keys and values into shared memory, 128 keys a step (two pieces of 64), a
+few steps ahead. Steps run from the end of a list to its beginning: the first one holds the diagonal
+block and is the only one with a mask. While one head's weights are computed, the tensor cores
+multiply for the other head, and multiply the values of the previous step (`tiles` has the
+equations).
 
 A weight of 0 does not erase NaN, and a NaN in a later value must not reach earlier queries. So the
 loader checks the values of the tile's own 64 keys. From the first non-finite one on it sets them to
@@ -45,27 +41,30 @@ zeroed there, since not every query sees it.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from sketchwalk_jax.pallas_kernels.config import (
-    KernelConfig,
-    default_kernel_config,
-    num_multiprocessors,
-    why_not_shape,
-    without_derivative,
+from sketchwalk_jax.pallas_kernels.attention.tiles import (
+    QUERIES,
+    Refs,
+    Softmax,
+    Tile,
+    Tiling,
+    divide,
+    mask_pages,
+    nothing,
+    prepare,
 )
+from sketchwalk_jax.pallas_kernels.config import num_multiprocessors
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-from sketchwalk_jax.precision import FIRST_MAXIMUM, MASK_VALUE
+from sketchwalk_jax.precision import MASK_VALUE
 
-_QUERIES = 64  # per tile
 _KEYS = 128  # per step
 _PIECE = 64  # keys per copy
 # Unused, but they shift the other barriers in shared memory. Without them 28/4 heads of 128 take
@@ -77,36 +76,18 @@ _UNUSED_BARRIERS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiling:
+class _Tiling(Tiling):
     """Static parameters of a call.
 
     Attributes:
-      batch: Sequences.
-      tiles: Tiles of 64 queries in a sequence.
-      heads: Query heads.
-      kv_heads: Key/value heads.
-      head_dim: Features per head, 64 or 128.
-      lists: Lists per query block: 1, `kv_heads` or `heads`.
-      subblocks: Tiles per query block.
       piece: Keys per copy: 64, or 16 for pages.
       stages: Steps of keys, and of values, in shared memory.
       most_programs: Most thread blocks.
-      exponent: Factor of the scores times `log2(e)`, for powers of 2.
-      interpret: Whether the interpreter runs the kernel.
     """
 
-    batch: int
-    tiles: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    lists: int
-    subblocks: int
     piece: int
     stages: int
     most_programs: int
-    exponent: float
-    interpret: bool
 
     @property
     def pieces(self) -> int:
@@ -119,26 +100,6 @@ class _Tiling:
         return self.piece < _PIECE
 
     @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def computing(self) -> int:
-        """Computing warpgroups, one per head; their heads share a list and a key/value head."""
-        return 1 if self.group == 1 or self.lists == self.heads else 2
-
-    @property
-    def head_pairs(self) -> int:
-        """Tiles per 64 queries to cover all heads of a group."""
-        return -(-self.group // self.computing)
-
-    @property
-    def units(self) -> int:
-        """Tiles of all sequences and heads."""
-        return self.batch * self.tiles * self.kv_heads * self.head_pairs
-
-    @property
     def programs(self) -> int:
         """Number of thread blocks, each of which processes several tiles."""
         return min(self.most_programs, self.units)
@@ -146,7 +107,7 @@ class _Tiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers per loading and per computing thread, out of one shared register file."""
-        if self.computing == 1:
+        if self.together == 1:
             return 88, 248
         return 56, 224
 
@@ -159,36 +120,18 @@ class _Tiling:
         return jax.lax.div(self.units - 1 - program, self.programs) + 1
 
     def tile(self, program: Any, turn: Any) -> "_Tile":
-        """Returns a thread block's tile at a turn, clamped to the last tile.
-
-        Late query blocks, whose lists are long, come first. Tiles of one key/value head follow each
-        other, since keys and values of one head may fit in the GPU's cache.
-        """
-        place = jnp.minimum(program + turn * self.programs, self.units - 1)
-        place, pair = _divide(place, self.head_pairs)
-        place, batch = _divide(place, self.batch)
-        kv_head, row = _divide(place, self.tiles)
-        return _Tile(self, self.tiles - 1 - row, batch, kv_head, pair)
+        """Returns a thread block's tile at a turn, clamped to the last tile."""
+        return _Tile(
+            self, *self.locate(jnp.minimum(program + turn * self.programs, self.units - 1))
+        )
 
 
-def _divide(x: Any, divisor: int) -> tuple[Any, Any]:
-    if divisor == 1:
-        return x, 0
-    return jax.lax.div(x, divisor), jax.lax.rem(x, divisor)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Refs:
-    """Arrays in global memory, as the kernel gets them, then shared memory and barriers.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Refs(Refs):
+    """Arrays of the kernel; `queries` are `[warpgroups, 64, H]`, and a step has 128 keys.
 
     Attributes:
-      query, key, value, ids, counts, layer, first_block, kv_lengths: The kernel's arguments.
-      out: Output `[B, T, N, H]`.
-      out_lse: Log-sum-exp `[B, N, T]`, or `None` if not requested.
-      queries: `[warpgroups, 64, H]`.
       outputs: `[warpgroups, 64, H]`.
-      keys: `[stages, 128, H]`.
-      values: `[stages, 128, H]`.
       lse: `[warpgroups, 64]`.
       lost: For each slot of values, the first query of the tile that sees a non-finite value; then
         the loader's scratch to find it.
@@ -197,20 +140,7 @@ class _Refs:
       single: Barriers with one arrival, listed in `_Barriers`.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    ids: Any
-    counts: Any
-    layer: Any
-    first_block: Any
-    kv_lengths: Any
-    out: Any
-    out_lse: Any
-    queries: Any
     outputs: Any
-    keys: Any
-    values: Any
     lse: Any
     lost: Any
     filled: Any
@@ -220,15 +150,15 @@ class _Refs:
 
 def _scratch(tiling: _Tiling, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a thread block, with the names of `_Refs`."""
-    warpgroups = tiling.computing
+    warpgroups = tiling.together
     num_barriers = 2 * tiling.stages
     num_single = _UNUSED_BARRIERS + _PIECE // tiling.piece + 2 * warpgroups
     return {
-        "queries": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
-        "outputs": ops.tiled((warpgroups, _QUERIES, tiling.head_dim), dtype),
+        "queries": ops.tiled((warpgroups, QUERIES, tiling.head_dim), dtype),
+        "outputs": ops.tiled((warpgroups, QUERIES, tiling.head_dim), dtype),
         "keys": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
         "values": ops.tiled((tiling.stages, _KEYS, tiling.head_dim), dtype),
-        "lse": plgpu.SMEM((warpgroups, _QUERIES), jnp.float32),
+        "lse": plgpu.SMEM((warpgroups, QUERIES), jnp.float32),
         "lost": plgpu.SMEM((tiling.stages + row_ops.WARPS,), jnp.int32),
         # One array each, since Pallas uses one register per warpgroup to track each array's phases.
         "filled": plgpu.Barrier(num_arrivals=tiling.pieces, num_barriers=num_barriers),
@@ -255,7 +185,7 @@ class _Barriers:
     def queries(self, which: str, warpgroup: Any) -> Any:
         """Barrier of a warpgroup's own queries."""
         first = _UNUSED_BARRIERS + _PIECE // self.tiling.piece
-        first += 0 if which == "filled" else self.tiling.computing
+        first += 0 if which == "filled" else self.tiling.together
         return self.refs.single.at[first + warpgroup]
 
     def unchecked(self, index: Any = 0) -> Any:
@@ -278,42 +208,16 @@ class _Extent(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
-    """64 queries of one sequence, in the heads that one thread block computes.
-
-    Attributes:
-      tiling: Tiling of the call.
-      row: Tile index within the sequence.
-      batch: Sequence.
-      kv_head: Key/value head.
-      pair: Index of the heads within the group.
-    """
+class _Tile(Tile):
+    """A tile, and the pieces of its list."""
 
     tiling: _Tiling
-    row: Any
-    batch: Any
-    kv_head: Any
-    pair: Any
-
-    @property
-    def rows(self) -> Any:
-        """Slice of the sequence's queries that the tile covers."""
-        return pl.ds(self.row * _QUERIES, _QUERIES)
-
-    def head(self, warpgroup: Any) -> Any:
-        """Returns the query head of a warpgroup, clamped to the group's last head."""
-        member = jnp.minimum(self.pair * self.tiling.computing + warpgroup, self.tiling.group - 1)
-        return self.kv_head * self.tiling.group + member
-
-    def is_spare(self, warpgroup: Any) -> Any:
-        """Whether the warpgroup's head is only a repetition of the group's last one."""
-        return self.pair * self.tiling.computing + warpgroup >= self.tiling.group
 
     def extent(self, refs: _Refs) -> _Extent:
         """Reads the tile's list length and positions."""
         subblocks = self.tiling.subblocks
-        count = refs.counts[self.batch, self._list(), jax.lax.div(self.row, subblocks)]
-        start = (refs.first_block[self.batch] * subblocks + self.row) * _QUERIES
+        count = refs.counts[self.batch, self.list, jax.lax.div(self.row, subblocks)]
+        start = (refs.first_block[self.batch] * subblocks + self.row) * QUERIES
         length = refs.kv_lengths[self.batch]
         return _Extent(jnp.where(start < length, count * subblocks, 0), start, length)
 
@@ -334,16 +238,11 @@ class _Tile:
         """
         return self._piece(refs, jnp.maximum(count - self.tiling.pieces * (step + 1) + place, 0))
 
-    def _list(self) -> Any:
-        if self.tiling.lists == 1:
-            return 0
-        return self.kv_head if self.tiling.lists == self.tiling.kv_heads else self.head(0)
-
     def _piece(self, refs: _Refs, entry: Any) -> Any:
         subblocks = self.tiling.subblocks
         row = jax.lax.div(self.row, subblocks)
-        place, rest = _divide(entry, subblocks)
-        return refs.ids[self.batch, self._list(), row, place] * subblocks + rest
+        place, rest = divide(entry, subblocks)
+        return refs.ids[self.batch, self.list, row, place] * subblocks + rest
 
 
 # The loader
@@ -390,14 +289,14 @@ class _Loader:
         tiling, refs, count = self.tiling, self.refs, extent.count
         pieces, later = (self.tile.pieces(refs, count, step) for step in (0, 1))
         value_slot, num_steps = jax.lax.rem(done, tiling.stages), tiling.num_steps(count)
-        self._load_keys(pieces, jax.lax.rem(done, tiling.stages))
+        self._load(self._keys, pieces, jax.lax.rem(done, tiling.stages))
         self._load_queries()
         self._load_first_values(pieces, value_slot, extent.start)
 
         def load_keys(index: Any, pieces: tuple[Any, Any]) -> None:
             @pl.when(index < num_steps)
             def _() -> None:
-                self._load_keys(pieces, jax.lax.rem(done + index, tiling.stages))
+                self._load(self._keys, pieces, jax.lax.rem(done + index, tiling.stages))
 
         load_keys(1, later)  # while the values are being copied
         self._check_first_values(pieces, value_slot, extent)
@@ -405,7 +304,7 @@ class _Loader:
         def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             pieces, later = carry
             following = self.tile.pieces(refs, count, index + 2)  # in time for the next step
-            self._load_values(pieces, jax.lax.rem(done + index, tiling.stages))
+            self._load(self._values, pieces, jax.lax.rem(done + index, tiling.stages))
             load_keys(index + 1, later)
             return later, following
 
@@ -414,7 +313,7 @@ class _Loader:
     def _load_queries(self) -> None:
         """Copies each warpgroup's queries as soon as it has freed those of the previous tile."""
         refs, barriers = self.refs, self.barriers
-        for warpgroup in range(self.tiling.computing):
+        for warpgroup in range(self.tiling.together):
             plgpu.barrier_wait(barriers.queries("freed", warpgroup))
             plgpu.copy_gmem_to_smem(
                 refs.query.at[self.tile.batch, self.tile.rows, self.tile.head(warpgroup)],
@@ -422,17 +321,47 @@ class _Loader:
                 barriers.queries("filled", warpgroup),
             )
 
-    def _load_keys(self, pieces: tuple[Any, Any], slot: Any) -> None:
-        plgpu.barrier_wait(self.barriers.keys("freed", slot))
-        for half, piece in enumerate(pieces):
-            source, target = self._copy_of(self.refs.key, self.refs.keys, piece, slot, half)
-            plgpu.copy_gmem_to_smem(source, target, self.barriers.keys("filled", slot))
+    @property
+    def _keys(self) -> tuple[Any, Any, Any]:
+        return self.refs.key, self.refs.keys, self.barriers.keys
 
-    def _load_values(self, pieces: tuple[Any, Any], slot: Any) -> None:
-        plgpu.barrier_wait(self.barriers.values("freed", slot))
-        for half, piece in enumerate(pieces):
-            source, target = self._copy_of(self.refs.value, self.refs.values, piece, slot, half)
-            plgpu.copy_gmem_to_smem(source, target, self.barriers.values("filled", slot))
+    @property
+    def _values(self) -> tuple[Any, Any, Any]:
+        return self.refs.value, self.refs.values, self.barriers.values
+
+    def _places(self, warp: Any) -> Sequence[Any]:
+        """Places of the pieces within a step, of a warp if warps copy separately."""
+        return range(self.tiling.pieces)
+
+    def _load(
+        self, arrays: tuple[Any, Any, Any], pieces: tuple[Any, ...], slot: Any, warp: Any = None
+    ) -> None:
+        """Copies keys or values of the cache to a slot, once it has been freed."""
+        plgpu.barrier_wait(arrays[2]("freed", slot))
+        for place, piece in zip(self._places(warp), pieces, strict=True):
+            self._copy(arrays, piece, slot, place)
+
+    def _copy(
+        self, arrays: tuple[Any, Any, Any], piece: Any, slot: Any, place: Any, barrier: Any = None
+    ) -> None:
+        """Copies a piece of the cache to a place of a slot; arrives at the slot's barrier."""
+        (source, target, barriers), tile, size = arrays, self.tile, self.tiling.piece
+        plgpu.copy_gmem_to_smem(
+            source.at[self.layer, tile.batch, pl.ds(piece * size, size), tile.kv_head],
+            target.at[slot, pl.ds(place * size, size)],
+            barriers("filled", slot) if barrier is None else barrier,
+        )
+
+    def _parts(self, slot: Any, half: Any) -> list[Any]:
+        """Half of a slot's values, 64 features at a time."""
+        rows = pl.ds(half * _PIECE, _PIECE)
+        features = range(0, self.tiling.head_dim, 64)
+        return [self.refs.values.at[slot, rows, pl.ds(x, 64)] for x in features]
+
+    def _clear(self, slot: Any, half: int) -> None:
+        """Zeroes half of a slot's values."""
+        for part in self._parts(slot, half):
+            part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
 
     def _load_first_values(self, pieces: tuple[Any, Any], slot: Any, start: Any) -> None:
         """Copies the first step's visible values; the tile's own are copied unchecked.
@@ -441,20 +370,18 @@ class _Loader:
         """
         refs, barriers = self.refs, self.barriers
         plgpu.barrier_wait(barriers.values("freed", slot))
-        refs.lost[slot] = _QUERIES
+        refs.lost[slot] = QUERIES
         for half, piece in enumerate(pieces):
 
             @pl.when(piece * _PIECE < start)
             def _(half: int = half, piece: Any = piece) -> None:
-                source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
-                plgpu.copy_gmem_to_smem(source, target, barriers.values("filled", slot))
+                self._copy(self._values, piece, slot, half)
 
         @pl.when(pieces[1] * _PIECE >= start)
         def _() -> None:
             half = _own_half(pieces, start)
             piece = jax.lax.div(start, _PIECE)
-            source, target = self._copy_of(refs.value, refs.values, piece, slot, half)
-            plgpu.copy_gmem_to_smem(source, target, barriers.unchecked())
+            self._copy(self._values, piece, slot, half, barriers.unchecked())
 
     def _check_first_values(self, pieces: tuple[Any, Any], slot: Any, extent: _Extent) -> None:
         """Zeroes values from the first non-finite one on, and records the first query to see it.
@@ -462,16 +389,8 @@ class _Loader:
         A weight of 0 would not erase a NaN beyond the sequence or in a value that only later
         queries see. A query that sees a zeroed value also sees the non-finite one.
         """
-        refs, filled, head_dim = (
-            self.refs,
-            self.barriers.values("filled", slot),
-            self.tiling.head_dim,
-        )
+        refs, filled = self.refs, self.barriers.values("filled", slot)
         scratch = refs.lost.at[pl.ds(self.tiling.stages, row_ops.WARPS)]
-
-        def parts(half: Any) -> list[Any]:
-            rows = pl.ds(half * _PIECE, _PIECE)
-            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, head_dim, 64)]
 
         @pl.when(pieces[1] * _PIECE >= extent.start)
         def _() -> None:
@@ -479,20 +398,19 @@ class _Loader:
 
             @pl.when(half == 0)
             def _() -> None:
-                for part in parts(1):
-                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                self._clear(slot, 1)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(filled)
 
             plgpu.barrier_wait(self.barriers.unchecked())
-            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(half)]
-            bad = row_ops.first_not_finite(loaded, scratch, interpret=self.tiling.interpret)
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in self._parts(slot, half)]
+            bad = row_ops.first_not_finite(loaded, scratch)
             present = extent.length - extent.start
 
             @pl.when(jnp.minimum(bad, present) < _PIECE)
             def _() -> None:
                 index = ops.matrix_index((_PIECE, 64), 0)
-                for part in parts(half):
+                for part in self._parts(slot, half):
                     is_kept = index < jnp.minimum(bad, present)
                     part[...] = jnp.where(is_kept, part[...], jnp.zeros_like(part))
 
@@ -503,14 +421,6 @@ class _Loader:
             plgpu.commit_smem()
             plgpu.barrier_arrive(filled)
 
-    def _copy_of(
-        self, source: Any, target: Any, piece: Any, slot: Any, half: Any
-    ) -> tuple[Any, Any]:
-        """Returns 64 keys or values of the cache, and the half of a slot to copy them to."""
-        tile = self.tile
-        source = source.at[self.layer, tile.batch, pl.ds(piece * _PIECE, _PIECE), tile.kv_head]
-        return source, target.at[slot, pl.ds(half * _PIECE, _PIECE)]
-
 
 def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
     """Returns which piece of a first step is the tile's own, if one is."""
@@ -518,7 +428,10 @@ def _own_half(pieces: tuple[Any, Any], start: Any) -> Any:
 
 
 class _PageLoader(_Loader):
-    """A `_Loader` for lists of pages; each warp copies its own pages of every step."""
+    """A `_Loader` for lists of pages; each warp copies its own pages of every step.
+
+    `plgpu.warp_map` synchronizes all warps before and after its function.
+    """
 
     def load(self, extent: _Extent, done: Any) -> None:
         """Copies the tile's steps, at least one. Slots continue after the `done` earlier steps."""
@@ -531,35 +444,37 @@ class _PageLoader(_Loader):
         )
         slot, value_slot = (jax.lax.rem(done, n) for n in (tiling.stages, tiling.stages))
 
-        @row_ops.on_each_warp
+        @plgpu.warp_map
         def _(warp: Any) -> None:
-            self._copy_keys(self._pages(extent, 0, warp), slot, warp)
+            self._load(self._keys, self._pages(extent, 0, warp), slot, warp)
 
         self._load_queries()
         plgpu.barrier_wait(barriers.values("freed", value_slot))
-        refs.lost[value_slot] = _QUERIES
+        refs.lost[value_slot] = QUERIES
 
-        @row_ops.on_each_warp
+        @plgpu.warp_map
         def _(warp: Any) -> None:
             self._copy_first_values(extent, before, pages[-1], value_slot, warp)
 
             @pl.when(num_steps > 1)
             def _() -> None:  # while the values are being copied
                 later = self._pages(extent, 1, warp)
-                self._copy_keys(later, jax.lax.rem(done + 1, tiling.stages), warp)
+                self._load(self._keys, later, jax.lax.rem(done + 1, tiling.stages), warp)
 
         self._check_values(before, pages, value_slot, extent)
 
-        @row_ops.on_each_warp
+        @plgpu.warp_map
         def _(warp: Any) -> None:
             def step(index: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 pages, later = carry
                 following = self._pages(extent, index + 2, warp)  # in time for the next step
-                self._copy_values(pages, jax.lax.rem(done + index, tiling.stages), warp)
+                self._load(self._values, pages, jax.lax.rem(done + index, tiling.stages), warp)
 
                 @pl.when(index + 1 < num_steps)
                 def _() -> None:
-                    self._copy_keys(later, jax.lax.rem(done + index + 1, tiling.stages), warp)
+                    self._load(
+                        self._keys, later, jax.lax.rem(done + index + 1, tiling.stages), warp
+                    )
 
                 return later, following
 
@@ -576,19 +491,6 @@ class _PageLoader(_Loader):
         places = self._places(warp)
         return tuple(self.tile.page(self.refs, extent.count, step, place) for place in places)
 
-    def _copy_keys(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
-        refs, barriers = self.refs, self.barriers
-        plgpu.barrier_wait(barriers.keys("freed", slot))
-        for place, page in zip(self._places(warp), pages, strict=True):
-            self._copy_page(refs.key, refs.keys, page, slot, place, barriers.keys("filled", slot))
-
-    def _copy_values(self, pages: tuple[Any, ...], slot: Any, warp: Any) -> None:
-        refs, barriers = self.refs, self.barriers
-        plgpu.barrier_wait(barriers.values("freed", slot))
-        for place, page in zip(self._places(warp), pages, strict=True):
-            filled = barriers.values("filled", slot)
-            self._copy_page(refs.value, refs.values, page, slot, place, filled)
-
     def _copy_first_values(
         self, extent: _Extent, before: Any, last: Any, slot: Any, warp: Any
     ) -> None:
@@ -596,31 +498,16 @@ class _PageLoader(_Loader):
 
         A list of only own pages leaves the other half empty.
         """
-        refs, barriers = self.refs, self.barriers
         is_first_half = warp < row_ops.WARPS // 2
         is_own = jnp.where(is_first_half, before, last) * self.tiling.piece >= extent.start
         pages = self._pages(extent, 0, warp)
         for place, page in zip(self._places(warp), pages, strict=True):
-            copy = functools.partial(self._copy_page, refs.value, refs.values, page, slot, place)
-
-            @pl.when(~is_own)
-            def _(copy: Any = copy) -> None:
-                copy(barriers.values("filled", slot))
+            copy = functools.partial(self._copy, self._values, page, slot, place)
+            pl.when(~is_own)(copy)
 
             @pl.when(is_own & ~is_first_half)
             def _(copy: Any = copy, place: Any = place) -> None:
-                copy(barriers.unchecked(place - self.tiling.pieces // 2))
-
-    def _copy_page(
-        self, source: Any, target: Any, page: Any, slot: Any, place: Any, barrier: Any
-    ) -> None:
-        """Copies 16 keys or values of the cache to a place of a slot."""
-        tile, size = self.tile, self.tiling.piece
-        plgpu.copy_gmem_to_smem(
-            source.at[self.layer, tile.batch, pl.ds(page * size, size), tile.kv_head],
-            target.at[slot, pl.ds(place * size, size)],
-            barrier,
-        )
+                copy(self.barriers.unchecked(place - self.tiling.pieces // 2))
 
     def _check_values(self, before: Any, pages: list[Any], slot: Any, extent: _Extent) -> None:
         """Does `_check_first_values` for pages; the tile's own pages end the second half.
@@ -634,10 +521,6 @@ class _PageLoader(_Loader):
         filled = self.barriers.values("filled", slot)
         scratch = refs.lost.at[pl.ds(tiling.stages, row_ops.WARPS)]
 
-        def parts(half: int) -> list[Any]:
-            rows = pl.ds(half * _PIECE, _PIECE)
-            return [refs.values.at[slot, rows, pl.ds(x, 64)] for x in range(0, tiling.head_dim, 64)]
-
         def pass_on() -> None:
             plgpu.commit_smem()
             for _ in range(number):
@@ -647,12 +530,11 @@ class _PageLoader(_Loader):
         def _() -> None:
             @pl.when(before * size >= extent.start)
             def _() -> None:
-                for part in parts(0):
-                    part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+                self._clear(slot, 0)
                 pass_on()
 
             def keep(is_kept: Callable[[Any], Any]) -> None:
-                for part in parts(1):
+                for part in self._parts(slot, 1):
                     kept = is_kept(ops.matrix_index((_PIECE, 64), 0))
                     part[...] = jnp.where(kept, part[...], jnp.zeros_like(part))
 
@@ -668,8 +550,8 @@ class _PageLoader(_Loader):
                 is_own = (page * size >= extent.start) & (extent.count >= number - index)
                 first -= jnp.where(is_own, size, 0)
                 there += jnp.where(is_own, jnp.clip(extent.length - page * size, 0, size), 0)
-            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in parts(1)]
-            bad = row_ops.first_not_finite(loaded, scratch, start=first, interpret=tiling.interpret)
+            loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in self._parts(slot, 1)]
+            bad = row_ops.first_not_finite(loaded, scratch, start=first)
             end = first + there
 
             @pl.when(jnp.minimum(bad, end) < _PIECE)
@@ -710,20 +592,13 @@ def _compute_tiles(tiling: _Tiling, refs: _Refs, program: Any, warpgroup: Any) -
 
         @pl.when(steps == 0)
         def _() -> None:
-            head.write_zeros()
+            head.write(*nothing(QUERIES, tiling.head_dim))
 
         return done + steps, following
 
     start = (jnp.int32(0), tiling.tile(program, 0).extent(refs).count)
     jax.lax.fori_loop(0, tiling.turns(program), compute, start)
     plgpu.wait_smem_to_gmem(0)
-
-
-class _Softmax(NamedTuple):
-    """Running maximum of each query's scores, and sum of its weights."""
-
-    maximum: Any
-    denominator: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -742,10 +617,8 @@ class _Head:
 
     def attend(self, count: Any, done: Any) -> None:
         """Computes and writes attention over `count` pieces, after `done` earlier steps."""
-        shape = (_QUERIES, self.tiling.head_dim)
-        ops.with_accumulator(
-            lambda sums: self._attend(sums, count, done), shape, interpret=self.tiling.interpret
-        )
+        shape = (QUERIES, self.tiling.head_dim)
+        ops.with_accumulator(lambda sums: self._attend(sums, count, done), shape)
 
     def _attend(self, sums: ops.Accumulator, count: Any, done: Any) -> None:
         """Runs the masked first step and all others, adds the last values and divides."""
@@ -768,33 +641,31 @@ class _Head:
         plgpu.barrier_arrive(barriers.keys("freed", slot))
         rest = tiling.num_steps(count) - 1
         self._free_queries(rest == 0)
-        mask = _mask_pages if tiling.has_pages else _mask
-        scores = mask(scores, pieces, count, start, length)
-        first = ops.full((_QUERIES,), FIRST_MAXIMUM, ops.BY_ROW)
-        state = _Softmax(first, ops.full((_QUERIES,), 0.0, ops.BY_ROW))
-        weights, _, (maximum, denominator) = self._soften(scores, state)
+        if tiling.has_pages:
+            needed = range(tiling.pieces, 0, -1)  # pages in the list for one at this place
+            places = ((page, count >= x) for page, x in zip(pieces, needed, strict=True))
+            scores = mask_pages(scores, places, tiling.piece, start, length)
+        else:
+            scores = _mask(scores, pieces, count, start, length)
+        weights, _, state = self._soften(scores, Softmax.start(QUERIES))
         value_slot = jax.lax.rem(done, tiling.stages)
         plgpu.barrier_wait(barriers.values("filled", value_slot))
-        query = plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=ops.BY_ROW)
-        denominator = jnp.where(query < refs.lost[value_slot], denominator, jnp.nan)
-        state = _Softmax(maximum, denominator)
+        query = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=ops.BY_ROW)
+        denominator = jnp.where(query < refs.lost[value_slot], state.denominator, jnp.nan)
+        state = state._replace(denominator=denominator)
 
-        def step(index: Any, carry: tuple[Any, _Softmax]) -> tuple[Any, _Softmax]:
+        def step(index: Any, carry: tuple[Any, Softmax]) -> tuple[Any, Softmax]:
             lacks = (index + 2) * tiling.pieces - count  # pieces, if any
             is_last = lacks >= 0 if tiling.has_pages else index == rest - 1
             return self._step(sums, done + index, is_last, lacks, *carry)
 
         carry = (self._rounded(weights), state)
-        weights, (maximum, denominator) = sums.loop(rest, step, carry)
+        weights, state = sums.loop(rest, step, carry)
         last = jax.lax.rem(done + rest, tiling.stages)
         sums.add_product(weights, refs.values.at[last])
         out = sums.load()
         plgpu.barrier_arrive(barriers.values("freed", last))
-        is_empty = denominator == 0.0
-        safe = jnp.where(is_empty, 1.0, denominator)
-        lse = (maximum * tiling.exponent + jnp.log2(safe)) * math.log(2.0)
-        out = out * ops.spread(1.0 / safe, out.shape, 0)
-        self._write(out, jnp.where(is_empty, -jnp.inf, lse))
+        self.write(*state.finish(out, tiling.exponent))
 
     def _step(
         self,
@@ -803,8 +674,8 @@ class _Head:
         is_last: Any,
         lacks: Any,
         weights: Any,
-        state: _Softmax,
-    ) -> tuple[Any, _Softmax]:
+        state: Softmax,
+    ) -> tuple[Any, Softmax]:
         """Adds the previous step's values while this step's scores become weights.
 
         The new weights are rounded only after that product, which still reads the registers of the
@@ -834,22 +705,18 @@ class _Head:
         sums.store(total * ops.spread(decay, total.shape, 0))
         return self._rounded(new_weights), state
 
-    def _soften(self, scores: Any, state: _Softmax) -> tuple[Any, Any, _Softmax]:
+    def _soften(self, scores: Any, state: Softmax) -> tuple[Any, Any, Softmax]:
         """Returns weights `2^(c s - c m)` of a step, the old sums' factor, and the new state."""
-        factor = self.tiling.exponent
-        maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=1))
-        decay = jnp.exp2((state.maximum - maximum) * factor)
-        weights = jnp.exp2(scores * factor - ops.spread(maximum * factor, scores.shape, 0))
-        denominator = state.denominator * decay + jnp.sum(weights, axis=1)
-        if not self.tiling.interpret:
+        weights, decay, state = state.add(scores, self.tiling.exponent)
+        if not ops.is_interpreted():
             weights = ops.pinned(weights)
-        return weights, decay, _Softmax(maximum, denominator)
+        return weights, decay, state
 
     def _rounded(self, weights: Any) -> Any:
         return weights.astype(self.refs.values.dtype)
 
     def _with_scores(self, body: Any) -> Any:
-        return ops.with_accumulator(body, (_QUERIES, _KEYS), interpret=self.tiling.interpret)
+        return ops.with_accumulator(body, (QUERIES, _KEYS))
 
     def _free_queries(self, is_last: Any) -> None:
         """Lets the loader copy the next tile's queries while this tile finishes."""
@@ -858,16 +725,12 @@ class _Head:
         def _() -> None:
             plgpu.barrier_arrive(self.barriers.queries("freed", self.warpgroup))
 
-    def write_zeros(self) -> None:
-        """Writes zeros for a tile without keys."""
-        zeros = ops.full((_QUERIES, self.tiling.head_dim), 0.0)
-        self._write(zeros, ops.full((_QUERIES,), -jnp.inf, ops.BY_ROW))
-
-    def _write(self, out: Any, lse: Any) -> None:
+    def write(self, out: Any, lse: Any) -> None:
+        """Writes the output and, if requested, the log-sum-exp."""
         refs, tile = self.refs, self.tile
         head = tile.head(self.warpgroup)
 
-        @pl.when(~jnp.asarray(tile.is_spare(self.warpgroup)))
+        @pl.when(tile.has_head(self.warpgroup))
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
             refs.outputs[self.warpgroup] = out.astype(refs.outputs.dtype)
@@ -901,20 +764,6 @@ def _mask(scores: Any, pieces: Any, count: Any, start: Any, length: Any) -> Any:
     return jnp.where(column <= reach - own, scores, MASK_VALUE)
 
 
-def _mask_pages(scores: Any, pages: Any, count: Any, start: Any, length: Any) -> Any:
-    """Masks keys after their query or beyond the sequence, and pages missing from the list."""
-    size = _KEYS // len(pages)
-    column = ops.matrix_index(scores.shape, 1)
-    own = column & 6  # as above
-    column = column & ~6
-    last = jnp.minimum(start + ops.matrix_index(scores.shape, 0), length - 1)
-    reach = jnp.full_like(column, -1)
-    for place, page in enumerate(pages):
-        visible = jnp.where(count >= len(pages) - place, last - page * size, -1)
-        reach = jnp.where(column < place * size, reach, visible + place * size)
-    return jnp.where(column <= reach - own, scores, MASK_VALUE)
-
-
 def _hide(scores: Any, end: Any) -> Any:
     """Masks a step's keys before `end`, the first key of a page."""
     column = ops.matrix_index(scores.shape, 1) & ~7  # constants, as above
@@ -926,147 +775,43 @@ def _hide(scores: Any, end: Any) -> Any:
 
 def _attend(*arrays: Any, tiling: _Tiling, **scratch: Any) -> None:
     """Runs one thread block: a loader and one or two computing warpgroups."""
-    num_arrays = len(dataclasses.fields(_Refs)) - len(scratch)
-    no_lse = [None] * (num_arrays - len(arrays))
-    refs = _Refs(*arrays, *no_lse, **scratch)
+    refs = _Refs.of(arrays, scratch)
     warpgroup = jax.lax.axis_index("warpgroup")
     program = jax.lax.axis_index("program")
     share_registers = functools.partial(
-        ops.share_registers, *tiling.registers, num_computing=tiling.computing
+        ops.share_registers, *tiling.registers, num_computing=tiling.together
     )
 
-    @pl.when(warpgroup == tiling.computing)
+    @pl.when(warpgroup == tiling.together)
     def _() -> None:
         share_registers(is_loader=True)
         _load_tiles(tiling, refs, program)
 
-    @pl.when(warpgroup < tiling.computing)
+    @pl.when(warpgroup < tiling.together)
     def _() -> None:
         share_registers(is_loader=False)
         _compute_tiles(tiling, refs, program, warpgroup)
 
 
-def hopper_attention_kernel(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "L B S K H"],
-    value: Float[Array, "L B S K H"],
-    ids: Int[Array, "B M I P"],
-    counts: Int[Array, "B M I"],
-    *,
-    layer: Int[Array, ""] | int,
-    first_block: Int[Array, "B"],
-    kv_lengths: Int[Array, "B"],
-    scale: float,
-    block_size: int = 64,
-    row_size: int | None = None,
-    return_lse: bool = False,
-    kernel_config: KernelConfig | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """Computes causal attention of each query block over its list of key blocks.
-
-    List `i` belongs to query block `first_block + i`. It is ascending and names no block after that
-    query block. Tiles of queries beyond `kv_lengths` give 0.
-
-    With a `block_size` of 16 and a `row_size` of 64, lists name pages of 16 keys for query blocks
-    of 64. A list may name any of its query block's own four pages; no query sees a later key there.
-
-    Args:
-      query: Queries from a query block's start on, bfloat16 or float16, head_dim at most 128.
-      key: Stacked cache of keys; `S` is a multiple of the block size.
-      value: Values, shaped like `key`.
-      ids: Block indices for all heads (`M = 1`), for each key/value head or for each query head.
-      counts: Number of indices in each list; later entries of `ids` are never read.
-      layer: Layer of the cache.
-      first_block: Query block of each sequence's first query, counted from position 0.
-      kv_lengths: Number of keys in each sequence; the cache may hold anything after them.
-      scale: Factor of the scores, greater than 0.
-      block_size: Keys per listed block: 64 or 128, or 16 for pages.
-      row_size: Queries per query block, `block_size` by default; required with pages.
-      return_lse: Whether to return the log-sum-exp of the scaled scores as well.
-      kernel_config: Tile sizes; they change the result only by rounding.
-
-    Returns:
-      The output, and with `return_lse` the float32 log-sum-exp, else `None`.
-
-    Raises:
-      ValueError: If the kernel does not support these arguments.
-      NotImplementedError: If a derivative is taken.
-    """
-    kernel_config = default_kernel_config() if kernel_config is None else kernel_config
-    row_size = block_size if row_size is None else row_size
-    check_arguments(query, key, scale, block_size, row_size)
-    head_dim = query.shape[-1]
-    query, key, value, index = with_whole_heads(query, key, value, layer)
-    padded = query.shape[-1]
+def hopper_attention_kernel(*arrays: Any, **options: Any) -> tuple[Array, Array | None]:
+    """Computes attention over lists on Hopper; the arguments are those of `tiles.prepare`."""
+    call = prepare(*arrays, **options)
     tiling = _Tiling(
-        batch=query.shape[0],
-        tiles=query.shape[1] // _QUERIES,
-        heads=query.shape[2],
-        kv_heads=key.shape[3],
-        head_dim=padded,
-        lists=ids.shape[1],
-        subblocks=row_size // _QUERIES,
-        piece=min(block_size, _PIECE),
-        stages=4 if padded == 64 else 2,
+        **call.fields,
+        piece=min(call.block_size, _PIECE),
+        stages=4 if call.fields["head_dim"] == 64 else 2,
         most_programs=num_multiprocessors(),
-        exponent=scale * math.log2(math.e),
-        interpret=kernel_config.interpret,
     )
-    out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
-    if return_lse:
-        shape = (query.shape[0], query.shape[2], query.shape[1])
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     kernel = ops.kernel(
         functools.partial(_attend, tiling=tiling),
-        out_type=out_type,
-        scratch_types=_scratch(tiling, query.dtype),
+        scratch_types=_scratch(tiling, call.dtype),
         grid=(tiling.programs,),
         grid_names=("program",),
-        num_threads=tiling.computing + 1,
+        num_threads=tiling.together + 1,
         thread_name="warpgroup",
         # No reduction here crosses warps; the saved memory fits another step of values.
         compiler_params=ops.compiler_params(approx_math=True, reduction_scratch_bytes=128),
-        interpret=ops.interpreter(kernel_config.interpret),
         kernel_name="hopper_attention_kernel",
+        **call.options,
     )
-    outputs = without_derivative(kernel)(
-        query,
-        key,
-        value,
-        ids,
-        counts,
-        index.reshape(1),
-        first_block.astype(jnp.int32),
-        kv_lengths.astype(jnp.int32),
-    )
-    out = outputs[0][..., :head_dim]
-    return out, jnp.swapaxes(outputs[1], 1, 2) if return_lse else None
-
-
-def check_arguments(query: Any, key: Any, scale: float, block_size: int, row_size: int) -> None:
-    """Raises an error for arguments that the kernel does not support."""
-    if reason := why_not_shape(query, block_size=block_size, row_size=row_size):
-        raise ValueError(f"query, block_size and row_size must fit the kernel: {reason}")
-    if query.shape[1] % row_size:
-        raise ValueError(f"query must hold whole rows of {row_size}, got {query.shape[1]} tokens")
-    if key.shape[2] % block_size:
-        raise ValueError(f"key must hold whole blocks of {block_size}, got {key.shape[2]} tokens")
-    if not scale > 0.0:
-        raise ValueError(f"scale must be greater than 0, got {scale}")
-
-
-def with_whole_heads(query: Array, key: Array, value: Array, layer: Array | int) -> Any:
-    """Pads heads of sizes other than 64 and 128 with zeros.
-
-    Returns queries, keys, values and layer. Padding copies only one layer of the cache.
-    """
-    head_dim, layer = query.shape[-1], jnp.asarray(layer, jnp.int32)
-    padded = 64 if head_dim <= 64 else 128
-    if padded == head_dim:
-        return query, key, value, layer
-    after = ((0, 0),) * 3 + ((0, padded - head_dim),)
-
-    def one_layer(cache: Array) -> Array:
-        return jnp.pad(jax.lax.dynamic_index_in_dim(cache, layer, keepdims=False), after)[None]
-
-    return jnp.pad(query, after), one_layer(key), one_layer(value), jnp.zeros_like(layer)
+    return call.run(kernel)

@@ -120,7 +120,6 @@ class _Tiling:
       dtype: Type of queries, keys, values and output.
       exponent: Factor of the scores in base 2.
       return_lse: Whether to return the log-sum-exp.
-      interpret: Whether the interpreter runs the kernels.
     """
 
     batch: int
@@ -136,7 +135,6 @@ class _Tiling:
     dtype: Any
     exponent: float
     return_lse: bool
-    interpret: bool
 
     @classmethod
     def of(
@@ -148,7 +146,6 @@ class _Tiling:
         scale: float,
         block_size: int,
         return_lse: bool,
-        kernel_config: KernelConfig,
     ) -> "_Tiling":
         """Returns the tiling for a call with these arrays."""
         batch, _, num_heads, head_dim = query.shape
@@ -174,7 +171,6 @@ class _Tiling:
             dtype=query.dtype,
             exponent=scale * math.log2(math.e),
             return_lse=return_lse,
-            interpret=kernel_config.interpret,
         )
 
     @property
@@ -261,14 +257,13 @@ class _List:
     def pages(self, step: Any) -> _Pages:
         """Returns the pages of a step."""
         tiling = self.tiling
-        options = {"interpret": tiling.interpret}
-        place = step * _WARPS + mma_sync.warp_numbers(**options)
+        place = step * _WARPS + mma_sync.warp_numbers()
         entry, rest = place, 0
         if tiling.entry > 1:
             entry, rest = place >> _log2(tiling.entry), place & (tiling.entry - 1)
         # Clamp, since lists hold arbitrary entries beyond their count; `room` is then 0 or less.
         last = jnp.maximum(self.count - 1, 0)
-        found = mma_sync.read_for_warps(self.ids, jnp.minimum(entry, last), **options)
+        found = mma_sync.read_for_warps(self.ids, jnp.minimum(entry, last))
         found = jnp.clip(found, 0, tiling.num_blocks - 1)
         first = (found * tiling.entry + rest) * PAGE
         end = jnp.minimum(self.stop * _WARPS, self.count * tiling.entry)
@@ -295,7 +290,6 @@ def _attend_to_part(
     Step `t` waits for its pages and starts to copy the pages of step `t + stages - 1` over the
     pages of step `t - 1`. The list is read one step earlier, so that no copy waits for it.
     """
-    options: dict[str, Any] = {"interpret": tiling.interpret}
     batch, split = jax.lax.axis_index("batch"), jax.lax.axis_index("split")
     unit = jax.lax.axis_index("unit")
     place = batch * tiling.units + unit
@@ -312,15 +306,15 @@ def _attend_to_part(
     def copy(pages: _Pages, slot: Any) -> None:
         """Starts a group of copies, an empty one beyond the part."""
         for source, target in zip(sources, (keys, values), strict=True):
-            mma_sync.copy_own_pages(source, target.at[slot], pages.first, pages.room, **options)
-        mma_sync.commit_copies(**options)
+            mma_sync.copy_own_pages(source, target.at[slot], pages.first, pages.room)
+        mma_sync.commit_copies()
 
     rooms = []
     for ahead in range(tiling.stages - 1):
         pages = blocks.pages(start + ahead)
         copy(pages, ahead)
         rooms.append(pages.room)
-    queries = mma_sync.read_heads(query.at[heads], **options)
+    queries = mma_sync.read_heads(query.at[heads])
     zero = ops.full((_ROWS,), 0.0, ops.BY_ROW)
     first = ops.full((_ROWS,), FIRST_MAXIMUM, ops.BY_ROW)
     sums = _Sums(first, zero, ops.full((_ROWS, tiling.head_dim), 0.0))
@@ -329,8 +323,8 @@ def _attend_to_part(
         sums, (room, *rooms), pages = carry
         slot = jax.lax.rem(index - start, tiling.stages)
         later = jnp.where(slot == 0, tiling.stages - 1, slot - 1)
-        mma_sync.wait_copies(tiling.stages - 2, **options)
-        mma_sync.warp_barrier(**options)
+        mma_sync.wait_copies(tiling.stages - 2)
+        mma_sync.warp_barrier()
         copy(pages, later)
         coming = blocks.pages(index + tiling.stages)
         sums = _add_step(tiling, queries, keys.at[slot], values.at[slot], room, sums)
@@ -338,14 +332,14 @@ def _attend_to_part(
 
     carry = sums, tuple(rooms), blocks.pages(start + tiling.stages - 1)
     sums = jax.lax.fori_loop(start, stop, step, carry)[0]
-    mma_sync.wait_copies(0, **options)
-    row_ops.barrier(**options)  # the sums overwrite the keys
-    maximum = mma_sync.over_warps(sums.maximum, "max", numbers, **options)
+    mma_sync.wait_copies(0)
+    row_ops.barrier()  # the sums overwrite the keys
+    maximum = mma_sync.over_warps(sums.maximum, "max", numbers)
     share = jnp.exp2(sums.maximum - maximum)
-    total = mma_sync.over_warps(sums.total * share, "add", numbers, **options)
+    total = mma_sync.over_warps(sums.total * share, "add", numbers)
     if tiling.splits > 1:
-        mma_sync.write_heads(maximum, statistics[0].at[split, place, 0], **options)
-        mma_sync.write_heads(total, statistics[0].at[split, place, 1], **options)
+        mma_sync.write_heads(maximum, statistics[0].at[split, place, 0])
+        mma_sync.write_heads(total, statistics[0].at[split, place, 1])
         target = out.at[split, place]
     else:
         is_empty = total == 0.0
@@ -355,23 +349,22 @@ def _attend_to_part(
         if statistics:
             lse = (maximum + jnp.log2(safe)) * math.log(2.0)
             lse = jnp.where(is_empty, -jnp.inf, lse)
-            mma_sync.write_heads(lse, statistics[0].at[place], **options)
+            mma_sync.write_heads(lse, statistics[0].at[place])
     o = sums.o * ops.spread(share, sums.o.shape, 0)
-    mma_sync.write_sum_of_warps(o, target, keys.at[0], transposed=tiling.splits > 1, **options)
+    mma_sync.write_sum_of_warps(o, target, keys.at[0], transposed=tiling.splits > 1)
 
 
 def _add_step(
     tiling: _Tiling, queries: Array, keys: Any, values: Any, room: Array, sums: _Sums
 ) -> _Sums:
     """Adds one page per warp: scores, weights, and their product with the values."""
-    options = {"interpret": tiling.interpret}
-    s = mma_sync.multiply_own_keys(queries, keys, **options) * tiling.exponent
+    s = mma_sync.multiply_own_keys(queries, keys) * tiling.exponent
     s = jnp.where(ops.matrix_index(s.shape, 1) < ops.spread(room, s.shape, 0), s, MASK_VALUE)
     maximum = jnp.maximum(sums.maximum, jnp.max(s, axis=1))
     p = jnp.exp2(s - ops.spread(maximum, s.shape, 0))
     decay = jnp.exp2(sums.maximum - maximum)
     o = sums.o * ops.spread(decay, sums.o.shape, 0)
-    o = mma_sync.add_values(o, p.astype(values.dtype), values, of_warp=True, **options)
+    o = mma_sync.add_values(o, p.astype(values.dtype), values, of_warp=True)
     return _Sums(maximum, sums.total * decay + jnp.sum(p, axis=1), o)
 
 
@@ -441,7 +434,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling:
     if tiling.splits > _PARTS:
         # Hide the count from the compiler: an unrolled loop would load more parts than registers
         # hold.
-        rounds = mma_sync.unknown((tiling.splits - 1) // _PARTS, interpret=tiling.interpret)
+        rounds = mma_sync.unknown((tiling.splits - 1) // _PARTS)
         sums = jax.lax.fori_loop(0, rounds, add_more, sums)
     o, lse = finish(*sums)
     if lse_out:
@@ -451,7 +444,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling:
             ops.write(lse_out[0].at[place, columns], lse)
 
     target = out.at[pl.ds(place * tiling.group, tiling.group), rows]
-    mma_sync.write_columns(o, target, first, interpret=tiling.interpret)
+    mma_sync.write_columns(o, target, first)
 
 
 def _log2(x: int) -> int:
@@ -509,7 +502,6 @@ def decode_attention_kernel(
         scale=scale,
         block_size=block_size,
         return_lse=return_lse,
-        kernel_config=kernel_config,
     )
     make_kernel = functools.partial(
         ops.kernel,
@@ -517,7 +509,7 @@ def decode_attention_kernel(
         compiler_params=ops.compiler_params(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-        interpret=ops.interpreter(tiling.interpret),
+        interpret=kernel_config.interpret,
     )
     attend = make_kernel(
         functools.partial(_attend_to_part, tiling=tiling),

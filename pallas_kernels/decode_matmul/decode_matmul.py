@@ -33,18 +33,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-scf: Any = typed_scf
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 
 _COLUMNS = 64  # per warp
 _INPUTS = 64  # per step of a warp
@@ -96,24 +90,20 @@ class _Tiling:
         return -(-self.starts[-1] // row_ops.WARPS), -(-self.steps // self.own_steps)
 
 
-def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling, interpret: bool) -> None:
+def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling) -> None:
     """Runs one thread block: some columns, one part of the inputs."""
     sources, targets = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
     own_layer = layer[0]
-    if interpret:
+    if ops.is_interpreted():
         _multiply_interpreted(x, own_layer, sources, targets, tile, part, tiling)
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(scalar, scalar, scalar, reference, *(reference,) * len(arrays)))
-    def multiply(_: Any, *arguments: Any) -> None:
-        layer, tile, part = (mlir.scalars(one)[0] for one in arguments[:3])
-        x, *others = arguments[3:]
+    @mlir.emit(x, *arrays, numbers=(own_layer, tile, part))
+    def _(x: Any, *arguments: Any) -> None:
+        *others, layer, tile, part = arguments
         half = len(others) // 2
         _Warp(tiling, layer, tile, part, x, others[:half], others[half:]).run()
-
-    multiply(own_layer, tile, part, x, *arrays)
 
 
 def _multiply_interpreted(
@@ -158,7 +148,7 @@ class _Warp:
         lane = mlir.lane()
         self._group, self._place = arith.shrui(lane, _int(2)), arith.andi(lane, _int(3))
         own = arith.addi(arith.muli(tile, _int(row_ops.WARPS)), mlir.warp())
-        self._is_there = _less(own, _int(tiling.starts[-1]))
+        self._is_there = mlir.compare("slt", own, _int(tiling.starts[-1]))
         self._first = arith.muli(part, _int(tiling.own_steps))
         left = arith.subi(_int(tiling.steps), self._first)
         self._count = arith.minsi(left, _int(tiling.own_steps))
@@ -169,11 +159,11 @@ class _Warp:
             column = arith.muli(arith.subi(own, _int(tiling.starts[index])), _int(_COLUMNS))
             column = arith.addi(column, arith.muli(self._group, _int(8)))
             # 64 bits: a stack may have more than 2^31 weights, but a layer has fewer.
-            before = arith.muli(_long(layer), _long(_int(self._inputs * width)))
-            weights = mlir.address(source, arith.addi(before, _long(column)))
+            before = arith.muli(mlir.long(layer), mlir.long(_int(self._inputs * width)))
+            weights = mlir.address(source, arith.addi(before, mlir.long(column)))
             found = [weights, mlir.address(target, column), _int(width)]
             if index:
-                is_later = _less(_int(tiling.starts[index] - 1), own)
+                is_later = mlir.compare("slt", _int(tiling.starts[index] - 1), own)
                 both = zip(found, self._own, strict=True)
                 found = [arith.select(is_later, one, other) for one, other in both]
             self._own = found
@@ -201,8 +191,8 @@ class _Warp:
     def _load(self, step: ir.Value, group: int) -> list[ir.Value]:
         """Starts to read the weights and rows of a group of inputs."""
         weights, _, width = self._own
-        is_there = arith.andi(self._is_there, _less(step, self._count))
-        flag = arith.extui(mlir.i32(), is_there)
+        is_there = arith.andi(self._is_there, mlir.compare("slt", step, self._count))
+        flag = mlir.flag(is_there)
         first = arith.muli(arith.addi(self._first, step), _int(_INPUTS))
         first = arith.addi(first, arith.muli(self._place, _int(4)))
         first = arith.addi(first, _int(group * _GROUP))
@@ -214,9 +204,9 @@ class _Warp:
             found += mlir.load(start, _WORDS, flag, how=_ONCE)
         for block in range(self._sums):
             row = arith.addi(self._group, _int(_ROWS * block))
-            is_row = arith.andi(is_there, _less(row, _int(self._tiling.rows)))
+            is_row = arith.andi(is_there, mlir.compare("slt", row, _int(self._tiling.rows)))
             place = arith.addi(arith.muli(row, _int(self._inputs)), first)
-            flag = arith.extui(mlir.i32(), is_row)
+            flag = mlir.flag(is_row)
             found += mlir.load(mlir.address(self._x, place), 2, flag)
         return found
 
@@ -258,7 +248,7 @@ class _Warp:
                     for tile in range(_TILES)
                     for half in (0, 2)
                 ]
-                with mgpu.when(arith.andi(self._is_there, _less(row, _int(rows)))):
+                with mgpu.when(arith.andi(self._is_there, mlir.compare("slt", row, _int(rows)))):
                     for half in range(2):
                         mlir.store(start, values[4 * half : 4 * half + 4], offset=16 * half)
 
@@ -267,16 +257,6 @@ def _name(ref: ir.Value) -> str:
     """Returns the name of a reference's element type."""
     kind = ir.MemRefType(ref.type).element_type
     return "bfloat16" if isinstance(kind, ir.BF16Type) else "float16"
-
-
-def _less(left: ir.Value, right: ir.Value) -> ir.Value:
-    """Whether `left` is less than `right`."""
-    return arith.cmpi(arith.CmpIPredicate.slt, left, right)
-
-
-def _long(value: ir.Value) -> ir.Value:
-    """Extends an integer from 32 to 64 bits."""
-    return arith.extsi(ir.IntegerType.get_signless(64), value)
 
 
 _int = mlir.constant
@@ -356,7 +336,7 @@ def decode_matmul_kernel(
         rows = (wide * scale[layer][None].astype(jnp.float32)).astype(x.dtype)
     parts = tiling.grid[1]
     found = ops.kernel(
-        functools.partial(_multiply, tiling=tiling, interpret=interpret),
+        functools.partial(_multiply, tiling=tiling),
         out_type=[
             jax.ShapeDtypeStruct((parts, tiling.rows, one.shape[2]), jnp.float32) for one in kernels
         ],
@@ -365,7 +345,7 @@ def decode_matmul_kernel(
         compiler_params=ops.compiler_params(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="decode_matmul_kernel",
     )(rows, layer.astype(jnp.int32).reshape(1), *kernels)
     sums = [jnp.sum(one, axis=0) for one in found]

@@ -15,19 +15,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import llvm as typed_llvm
 from jaxlib.mlir.dialects import vector
 from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-llvm: Any = typed_llvm
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, llvm
 
 TYPES = ("float8_e4m3fn", "int8")
 """Types of 8-bit weights."""
@@ -43,33 +37,29 @@ _PAIR = """
 _UPPER = 0x43
 
 
-def to_bfloat16(weights: Any, *, interpret: bool) -> Array:
+def to_bfloat16(weights: Any) -> Array:
     """Converts a tile of weights to bfloat16 in `ops.ACCUMULATOR`.
 
     Args:
       weights: `[64, columns]` of one of `TYPES` in shared memory, lines of 128 bytes swizzled.
-      interpret: Whether the interpreter runs the kernel.
     """
     narrow = ops.read(weights)
     if narrow.dtype != jnp.int8:
         return narrow.astype(jnp.float32).astype(jnp.bfloat16)
-    if interpret:
+    if ops.is_interpreted():
         return narrow.astype(jnp.bfloat16)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(
-            narrow.shape, jnp.dtype(jnp.bfloat16), layout=ops.ACCUMULATOR
-        ),
-    )
-    def widen(_: Any, narrow: Any) -> Any:
+    kind = mlir.array_type(narrow.shape, jnp.bfloat16, ops.ACCUMULATOR)
+
+    @mlir.emit((narrow, ops.ACCUMULATOR), result=kind)
+    def widen(narrow: Any) -> Any:
         upper = mlir.constant(_UPPER)
         registers = narrow.registers.copy()
         for index, pair in enumerate(narrow.registers.flat):
             registers.flat[index] = _pair(pair, upper)
         return mgpu.FragmentedArray(_registers=registers, _layout=narrow.layout, _is_signed=None)
 
-    return widen(narrow)
+    return widen
 
 
 def _pair(pair: ir.Value, upper: ir.Value) -> ir.Value:

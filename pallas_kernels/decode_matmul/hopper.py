@@ -90,7 +90,6 @@ class Tiling:
       programs: Thread blocks that share all tiles with split rows.
       stages: Tiles in shared memory.
       has_norm: Whether the input goes through a norm.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     dtype: Any
@@ -103,7 +102,6 @@ class Tiling:
     programs: int
     stages: int
     has_norm: bool
-    interpret: bool
 
     @property
     def has_digits(self) -> bool:
@@ -298,14 +296,14 @@ class _DigitsProgram(_Program):
         plgpu.barrier_wait(own.filled.at[slot])
         norm = (own.scales.at[slot], found) if tiling.has_norm else ()
         operands = own.inputs.at[written], own.powers.at[written], own.arrived.at[slot], *norm
-        found = operand_split.write(*operands, interpret=tiling.interpret)
+        found = operand_split.write(*operands)
         plgpu.commit_smem()  # all warps have multiplied the slot that is filled next
         self._load(index + tiling.stages - 1)
         for line in range(tiling.depth // _LINE):
             part = pl.ds(line * _LINE, _LINE)
             rows = own.inputs.at[written, :, part], own.powers.at[written, line]
             left = own.weights.at[slot, :, part]
-            total = operand_split.add_line(total, left, *rows, interpret=tiling.interpret)
+            total = operand_split.add_line(total, left, *rows)
         tile, place = self._place_of(index)
         is_last = (place == tiling.steps - 1) | (index == self._count - 1)
         # A thread block that shares the first columns starts with them: `found` is complete.
@@ -319,16 +317,14 @@ class _DigitsProgram(_Program):
         plgpu.wait_smem_to_gmem(0)  # the previous columns' sums
         ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
         plgpu.commit_smem()
-        operand_split.add_digits(
-            own.sums, own.sums_of_rows, own.inputs.dtype, interpret=tiling.interpret
-        )
+        operand_split.add_digits(own.sums, own.sums_of_rows, own.inputs.dtype)
         plgpu.commit_smem()
         self._put(own.sums_of_rows, tile, part)
         if tiling.has_norm:
 
             @pl.when(tile == 0)
             def _() -> None:
-                operand_split.sum_squares(found, own.squares_of_lines, interpret=tiling.interpret)
+                operand_split.sum_squares(found, own.squares_of_lines)
                 plgpu.commit_smem()
                 lines = tiling.depth // _LINE
                 for row in range(tiling.num_rows):
@@ -351,7 +347,7 @@ class _WidenedProgram(_Program):
         """Multiplies all tiles of the thread block."""
         tiling, own = self._tiling, self._own
         shape = (_TILE, tiling.columns)
-        products, found = ops.with_accumulator(self._add_up, shape, interpret=tiling.interpret)
+        products, found = ops.with_accumulator(self._add_up, shape)
         # Transposed, so that a row's sums are adjacent and only existing rows are written.
         ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
         plgpu.commit_smem()
@@ -378,9 +374,9 @@ class _WidenedProgram(_Program):
             if tiling.has_norm:
                 plgpu.commit_smem()
             else:
-                row_ops.barrier(interpret=tiling.interpret)
+                row_ops.barrier()
             self._load(index + tiling.stages - 1)
-            left = dequantize.to_bfloat16(own.weights.at[slot], interpret=tiling.interpret)
+            left = dequantize.to_bfloat16(own.weights.at[slot])
             total.add_product(left, own.inputs.at[slot].transpose((1, 0)))
             return found
 
@@ -403,7 +399,7 @@ class _WidenedProgram(_Program):
         return found
 
 
-def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool, interpret: bool = False) -> Tiling:
+def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
     """Returns the tiling for rows and weights, which are arrays or abstract shapes."""
     num_rows, num_inputs = x.shape
     rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
@@ -429,7 +425,6 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool, interpret: bool = Fa
             ),
             stages=1,
             has_norm=has_norm,
-            interpret=interpret,
         )
         shared_bytes = _SHARED_BYTES
         if tiling.has_digits:
@@ -530,7 +525,7 @@ def hopper_decode_matmul_kernel(
     if reason is not None or weight_scales is None:
         raise ValueError(f"x and kernels must fit the kernel: {reason}")
     num_rows, num_inputs = x.shape
-    tiling = tile(x, kernels, has_norm=scale is not None, interpret=interpret)
+    tiling = tile(x, kernels, has_norm=scale is not None)
     rows = tiling.rows
     shapes: list[tuple[int, ...]] = [
         (tiling.parts, tiling.num_rows, one.shape[1]) for one in kernels
@@ -545,7 +540,7 @@ def hopper_decode_matmul_kernel(
         grid_names=("program",) if tiling.has_digits else ("tile", "part"),
         # Barriers are explicit; automatic ones would add a barrier to every copy.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="linear",
     )
     if not tiling.has_digits:

@@ -35,17 +35,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import nvvm, vector
 from jaxtyping import Array, Float
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-math: Any = typed_math
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math
 
 LINE = 128
 """Inputs that share a power of two."""
@@ -125,21 +120,20 @@ def squares_layout(count: int) -> Any:
     return plgpu.Layout.WG_STRIDED((count,), vec_size=1)
 
 
-def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> None:
+def sum_squares(squares: Float[Array, "N"], target: Any) -> None:
     """Adds up the squares of each line of a row.
 
     Args:
       squares: The result of `write`, in `squares_layout`.
       target: `[N / 32]` in shared memory: lines of a row side by side, rows in order. Further
         entries repeat the last.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         target[...] = jnp.sum(squares.reshape(-1, row_ops.LANES), axis=-1)
         return
 
-    @plgpu.inline_mgpu(arg_types=(squares_layout(squares.shape[0]), plgpu.RefType()))
-    def add(_: Any, squares: Any, target: Any) -> None:
+    @mlir.emit((squares, squares_layout(squares.shape[0])), target)
+    def add(squares: Any, target: Any) -> None:
         place = arith.addi(mlir.shared_pointer(target), arith.muli(mlir.warp(), mlir.constant(4)))
         for turn, total in enumerate(mlir.scalars(squares)):
             for distance in (16, 8, 4, 2, 1):
@@ -147,18 +141,8 @@ def sum_squares(squares: Float[Array, "N"], target: Any, *, interpret: bool) -> 
             where = arith.addi(place, mlir.constant(4 * turn * row_ops.WARPS))
             _store(where, arith.bitcast(mlir.i32(), total))  # all lanes store the same number
 
-    add(squares, target)
 
-
-def write(
-    target: Any,
-    factors: Any,
-    rows: Any,
-    scale: Any = None,
-    squares: Any = None,
-    *,
-    interpret: bool,
-) -> Any:
+def write(target: Any, factors: Any, rows: Any, scale: Any = None, squares: Any = None) -> Any:
     """Writes the digits of some inputs of rows to the shared memory that tensor cores read.
 
     Args:
@@ -167,30 +151,25 @@ def write(
       rows: `[B, D]` in bfloat16.
       scale: Multiplied with the rows first, `[D]` in bfloat16; the product is rounded to bfloat16.
       squares: With a scale, float32 `[num_squares()]` in `squares_layout`.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       `squares` plus the squares of these rows; None without a scale.
     """
     (num_rows, depth), (num_columns, _) = rows.shape, target.shape
     dtype, lines = target.dtype, depth // LINE
-    if interpret:
+    if ops.is_interpreted():
         return _write_plainly(target, factors, rows, scale, squares)
     shifts, top = _SHIFTS[dtype.name], _TOP[dtype.name]
     items = num_rows * lines
-    layouts = [plgpu.RefType(ops.transforms(dtype, ops.SWIZZLE_BYTES))]
-    layouts += [plgpu.RefType()] * 2
-    operands: list[Any] = [target, factors, rows]
-    returns: dict[str, Any] = {}
+    own = target, plgpu.RefType(ops.transforms(dtype, ops.SWIZZLE_BYTES))
+    with_norm, kind = [], None
     if scale is not None:
         layout = squares_layout(squares.shape[0])
-        layouts += [plgpu.RefType(), layout]
-        operands += [scale, squares]
-        kind = plgpu.ShapeDtypeStruct(squares.shape, squares.dtype, layout=layout)
-        returns = {"return_type": kind}
+        with_norm = [scale, (squares, layout)]
+        kind = mlir.array_type(squares.shape, squares.dtype, layout)
 
-    @plgpu.inline_mgpu(arg_types=tuple(layouts), **returns)
-    def write_digits(_: Any, target: Any, factors: Any, rows: Any, *norm: Any) -> Any:
+    @mlir.emit(own, factors, rows, *with_norm, result=kind)
+    def found(target: Any, factors: Any, rows: Any, *norm: Any) -> Any:
         constant, lane = mlir.constant, mlir.lane()
         target, factors, rows = (mlir.shared_pointer(x) for x in (target, factors, rows))
         registers: Any = norm[1].registers.copy() if norm else None
@@ -219,7 +198,7 @@ def write(
             code = _FLOAT_DIGITS if dtype == jnp.float8_e4m3fn else _WHOLE_DIGITS
             found = _ptx(code, *numbers, result_types=[mlir.i32()] * len(shifts))
             first = arith.muli(row, constant(len(shifts)))
-            is_finite = arith.cmpi(arith.CmpIPredicate.ult, exponent, constant(_NOT_FINITE))
+            is_finite = mlir.compare("ult", exponent, _NOT_FINITE)
             for index, (shift, word) in enumerate(zip(shifts, found, strict=True)):
                 column = arith.addi(first, constant(index))
                 back = arith.addi(least, constant(shift - top))
@@ -238,7 +217,7 @@ def write(
             return None
         return mgpu.FragmentedArray(_registers=registers, _layout=norm[1].layout, _is_signed=None)
 
-    return write_digits(*operands)
+    return found
 
 
 def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: Any) -> Any:
@@ -276,7 +255,7 @@ def _write_plainly(target: Any, factors: Any, rows: Any, scale: Any, squares: An
 
 
 def add_line(
-    total: Float[Array, "64 N"], weights: Any, digits: Any, factors: Any, *, interpret: bool
+    total: Float[Array, "64 N"], weights: Any, digits: Any, factors: Any
 ) -> Float[Array, "64 N"]:
     """Adds the products of a line with 8-bit weights, `2^(e + w_t) · weights · digit_t`.
 
@@ -285,9 +264,8 @@ def add_line(
       weights: `[64, 128]` of `ops.tiled`.
       digits: `[N, 128]`, written by `write`.
       factors: `[N]`, likewise.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         product = jnp.dot(_wide(weights), _wide(digits).T, precision="highest")
         return total + product * factors[...][None]
 
@@ -301,25 +279,24 @@ def add_line(
     return _add(total, products, factors)
 
 
-def add_digits(sums: Any, target: Any, dtype: Any, *, interpret: bool) -> None:
+def add_digits(sums: Any, target: Any, dtype: Any) -> None:
     """Adds up each row's sums over its digits.
 
     Args:
       sums: Sums of columns, float32 `[N, 64]` in shared memory.
       target: Sums of rows, float32 `[B, 64]`, likewise.
       dtype: Type of the digits.
-      interpret: Whether the interpreter runs the kernel.
     """
     num_rows, width = target.shape
     count = len(_SHIFTS[dtype.name])
-    if interpret:
+    if ops.is_interpreted():
         found = sums[...]
         for row in range(num_rows):
             target[row, :] = sum(found[row * count + index] for index in range(count))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def add(_: Any, sums: Any, target: Any) -> None:
+    @mlir.emit(sums, target)
+    def add(sums: Any, target: Any) -> None:
         constant = mlir.constant
         sums, target = mlir.shared_pointer(sums), mlir.shared_pointer(target)
         # Two rows at a time; a thread without a row repeats the last.
@@ -333,8 +310,6 @@ def add_digits(sums: Any, target: Any, dtype: Any, *, interpret: bool) -> None:
             total = functools.reduce(arith.addf, found)
             where = arith.addi(target, arith.addi(place, arith.muli(own, constant(4 * width))))
             _store(where, arith.bitcast(mlir.i32(), total))
-
-    add(sums, target)
 
 
 def _load_float(place: ir.Value, offset: int) -> ir.Value:
@@ -350,18 +325,17 @@ def _add(total: Array, products: Array, factors: Any) -> Array:
     """Returns `total + products · factors`, rounded once (fused multiply-add)."""
     factor = ops.spread(ops.read(factors, ops.BY_COLUMN), total.shape, 1)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR,) * 3,
-        return_type=plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=ops.ACCUMULATOR),
-    )
-    def add(_: Any, total: Any, products: Any, factor: Any) -> Any:
+    given = [(x, ops.ACCUMULATOR) for x in (total, products, factor)]
+
+    @mlir.emit(*given, result=mlir.array_type(total.shape, total.dtype, ops.ACCUMULATOR))
+    def found(total: Any, products: Any, factor: Any) -> Any:
         registers = total.registers.copy()
         for index, x in enumerate(total.registers.flat):
             own = products.registers.flat[index], factor.registers.flat[index]
             registers.flat[index] = math.fma(*own, x)
         return mgpu.FragmentedArray(_registers=registers, _layout=total.layout, _is_signed=None)
 
-    return add(total, products, factor)
+    return found
 
 
 # The largest magnitude of four numbers, as bits.
@@ -382,11 +356,11 @@ def _load(start: ir.Value, line: ir.Value, own: ir.Value) -> list[ir.Value]:
     place = arith.addi(start, arith.addi(arith.muli(line, mlir.constant(2 * LINE)), own))
     kinds = [mlir.i32()] * 2
     code = "ld.shared.v2.b32 {$0, $1}, [$2];"
-    return list(_ptx(code, place, result_types=kinds, has_side_effects=True))
+    return mlir.ptx(code, place, kinds=kinds)
 
 
 def _store(place: ir.Value, word: ir.Value) -> None:
-    _ptx("st.shared.b32 [$0], $1;", place, word, has_side_effects=True)
+    mlir.effect("st.shared.b32 [$0], $1;", place, word)
 
 
 def _numbers(pairs: list[ir.Value]) -> list[ir.Value]:

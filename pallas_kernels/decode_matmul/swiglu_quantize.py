@@ -40,18 +40,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, nvvm
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, BFloat16, Float, Float32
 
 from sketchwalk_jax.pallas_kernels.config import num_multiprocessors, why_not_swiglu_quantize
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-scf: Any = typed_scf
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 
 # These change the speed of the kernel, not its results.
 _WARPGROUPS = 4  # per SM; each thread then has at most 128 registers
@@ -78,7 +73,6 @@ class _Tiling:
       warpgroups: Warpgroups per thread block.
       slots: Rows in flight per thread block.
       programs: Number of thread blocks.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     rows: int
@@ -86,10 +80,9 @@ class _Tiling:
     warpgroups: int
     slots: int
     programs: int
-    interpret: bool
 
     @classmethod
-    def of(cls, rows: int, width: int, *, interpret: bool) -> "_Tiling":
+    def of(cls, rows: int, width: int) -> "_Tiling":
         """Returns the tiling for `rows` rows of `width` columns."""
         of_warpgroup = _VECTOR * row_ops.THREADS
         warpgroups = min(-(-width // (of_warpgroup * _VECTORS)), _WARPGROUPS)
@@ -103,7 +96,6 @@ class _Tiling:
             warpgroups=warpgroups,
             slots=max(slots, 1),
             programs=min(rows, num_multiprocessors() * together),
-            interpret=interpret,
         )
 
     @property
@@ -120,13 +112,6 @@ class _Tiling:
     def vectors(self) -> int:
         """Most vectors per thread."""
         return -(-self.of_row // self.threads)
-
-    @property
-    def launch(self) -> dict[str, Any]:
-        """Launch options; the interpreter runs all threads together."""
-        if self.interpret:
-            return {}
-        return {"num_threads": self.warpgroups, "thread_name": "warpgroup"}
 
     @property
     def scratch(self) -> dict[str, Any]:
@@ -155,7 +140,7 @@ def _gate_rows(
     """Runs one thread block, which strides over the rows."""
     program = jax.lax.axis_index("program")
     read = gate, up, row_scales, gate_scales, up_scales
-    if tiling.interpret:
+    if ops.is_interpreted():
         first = jnp.asarray(program, jnp.int32)
         turns = jax.lax.div(tiling.rows - 1 - first, tiling.programs) + 1
 
@@ -164,14 +149,11 @@ def _gate_rows(
 
         jax.lax.fori_loop(0, turns, gate_row, None)
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * 10, scalar))
-    def run(_: Any, *arguments: Any) -> None:
+    @mlir.emit(*read, out, scales, ring, factors, largest, numbers=[program])
+    def _(*arguments: Any) -> None:
         *references, program = arguments
-        _Program(*references, tiling=tiling).run(mlir.scalars(program)[0])
-
-    run(*read, out, scales, ring, factors, largest, program)
+        _Program(*references, tiling=tiling).run(program)
 
 
 class _Program:
@@ -208,7 +190,7 @@ class _Program:
         of_slot = 4 * tiling.width  # bytes per slot
         for slot in range(tiling.slots):
             row = arith.addi(first, _int(slot * step))
-            pointers, is_row = self._pointers(row), _is_less(row, tiling.rows)
+            pointers, is_row = self._pointers(row), mlir.compare("slt", row, tiling.rows)
             for vector in range(tiling.vectors):
                 place = arith.addi(self._ring, _int(slot * of_slot))
                 self._copy(pointers, place, vector, is_row)
@@ -221,11 +203,11 @@ class _Program:
             # Load early to hide the latency.
             next_scale = self._row_scale(arith.addi(row, _int(step)))
             ahead = arith.addi(row, _int(tiling.slots * step))
-            pointers, is_row = self._pointers(ahead), _is_less(ahead, tiling.rows)
+            pointers, is_row = self._pointers(ahead), mlir.compare("slt", ahead, tiling.rows)
             place, most = arith.addi(self._ring, slot), _int(0)
             found = []
             for vector in range(tiling.vectors):
-                _emit(f"cp.async.wait_group {tiling.slots * tiling.vectors - 1};")
+                mlir.effect(f"cp.async.wait_group {tiling.slots * tiling.vectors - 1};")
                 is_own = self._is_own(vector)
                 read = functools.partial(
                     self._products, place, vector, row_scale, factors[vector], most
@@ -237,11 +219,11 @@ class _Program:
             scale = _scale_of(self._over_program(most, turn))
             self._write(row, found, scale)
             slot = arith.addi(slot, _int(of_slot))
-            is_last = arith.cmpi(arith.CmpIPredicate.eq, slot, _int(tiling.slots * of_slot))
+            is_last = mlir.compare("eq", slot, tiling.slots * of_slot)
             slot = arith.select(is_last, _int(0), slot)
             turn = arith.xori(turn, _int(4 * _MOST_WARPS))
             scf.yield_([slot, turn, next_scale])
-        _emit("cp.async.wait_group 0;")
+        mlir.effect("cp.async.wait_group 0;")
 
     # Memory
 
@@ -250,7 +232,7 @@ class _Program:
         first = vector * self._tiling.threads
         if first + self._tiling.threads <= self._tiling.of_row:
             return None
-        return _is_less(self._thread, self._tiling.of_row - first)
+        return mlir.compare("slt", self._thread, self._tiling.of_row - first)
 
     def _pointers(self, row: ir.Value) -> list[ir.Value]:
         """Returns the addresses of the thread's first vector of a row, in both arrays."""
@@ -276,13 +258,10 @@ class _Program:
             f"[${1 + array} + {offset}], {_CHUNK};"
             for array in range(2)
         )
-        _emit(
-            f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {code} }}",
-            place,
-            *pointers,
-            arith.extui(mlir.i32(), wanted),
+        mlir.effect(
+            f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {code} }}", place, *pointers, mlir.flag(wanted)
         )
-        _emit("cp.async.commit_group;")
+        mlir.effect("cp.async.commit_group;")
 
     def _row_scale(self, row: ir.Value) -> ir.Value:
         """Loads the scale of a row, clamped to the last row."""
@@ -297,7 +276,7 @@ class _Program:
         pointers = [mlir.address(x, column) for x in (self._gate_scales, self._up_scales)]
         for vector in range(self._tiling.vectors):
             is_own = self._is_own(vector)
-            own = None if is_own is None else arith.extui(mlir.i32(), is_own)
+            own = None if is_own is None else mlir.flag(is_own)
             first = vector * self._tiling.threads
             of_gate, of_up = (
                 [
@@ -311,7 +290,7 @@ class _Program:
             def keep(first: int = first, of_up: list[list[ir.Value]] = of_up) -> None:
                 for half, values in enumerate(of_up):
                     offset = _CHUNK * first + half * 2 * width
-                    _emit(
+                    mlir.effect(
                         f"st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
                         self._factors,
                         *values,
@@ -332,7 +311,7 @@ class _Program:
                 mlir.store(pointer, rounded, offset=_VECTOR * vector * self._tiling.threads)
 
             _when_set(self._is_own(vector), write)
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, self._thread, _int(0))
+        is_first = mlir.compare("eq", self._thread, 0)
         with mgpu.when(is_first):
             mlir.store(mlir.address(self._scales, row), [scale])
 
@@ -372,9 +351,9 @@ class _Program:
         own = _run(_LARGER_HALF, most)
         own = mlir.over_lanes(own, nvvm.ReductionKind.UMAX)
         scratch, lane = arith.addi(self._largest, turn), mlir.lane()
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _int(0))):
+        with mgpu.when(mlir.compare("eq", lane, 0)):
             place = arith.addi(scratch, arith.shli(mlir.warp(), _int(2)))
-            _emit("st.shared.b32 [$0], $1;", place, own)
+            mlir.effect("st.shared.b32 [$0], $1;", place, own)
         gpu.barrier()
         other = arith.shli(arith.minui(lane, _int(warps - 1)), _int(2))
         (theirs,) = mlir.load(arith.addi(scratch, other), 1, space="shared")
@@ -413,14 +392,6 @@ def _when_set(flag: ir.Value | None, body: Any) -> None:
         return
     with mgpu.when(flag):
         body()
-
-
-def _is_less(value: ir.Value, limit: int) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.slt, value, _int(limit))
-
-
-def _emit(code: str, *operands: ir.Value) -> None:
-    mgpu.utils.inline_ptx(code, *operands, has_side_effects=True)
 
 
 def _hex(number: float) -> str:
@@ -540,7 +511,9 @@ def swiglu_quantize_kernel(
     """
     if reason := why_not_swiglu_quantize(gate):
         raise ValueError(reason)
-    tiling = _Tiling.of(*gate.shape, interpret=interpret)
+    tiling = _Tiling.of(*gate.shape)
+    # The interpreter runs all threads together.
+    threads: dict[str, Any] = {"num_threads": tiling.warpgroups, "thread_name": "warpgroup"}
     found, scales = ops.kernel(
         functools.partial(_gate_rows, tiling=tiling),
         out_type=(
@@ -550,9 +523,9 @@ def swiglu_quantize_kernel(
         scratch_types=tiling.scratch,
         grid=(tiling.programs,),
         grid_names=("program",),
-        **tiling.launch,
+        **({} if interpret else threads),
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="swiglu_quantize",
     )(gate, up, row_scales, gate_scales, up_scales)
     return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn), scales

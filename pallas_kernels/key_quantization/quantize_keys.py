@@ -56,14 +56,12 @@ class _Sizes:
       quarter: Channels in each of the two slow runs.
       is_token: Whether the call has one key per sequence, anywhere in its block, and maybe its
         value.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     blocks: int
     rows: int
     quarter: int
     is_token: bool
-    interpret: bool
 
     @property
     def layout(self) -> Any:
@@ -173,7 +171,7 @@ def _observe(
             places = [part * _FLAGS + c for c in range(_FLAGS)]
             before = [(c < left) & jnp.logical_not(valid[batch, c]) for c in places]
             # Without a barrier all loads would be in flight at once and exceed the registers.
-            row_ops.barrier(interpret=sizes.interpret)
+            row_ops.barrier()
             return functools.reduce(jnp.add, [one.astype(jnp.int32) for one in before], found)
 
         # Count the block's old keys, which precede the new ones.
@@ -184,7 +182,7 @@ def _observe(
             is_old = place < begin
             keep([jnp.where(is_old, y, x) for x, y in zip(load(0), old(), strict=True)])
             # Read the block again: both in registers would allow fewer thread blocks per SM.
-            row_ops.barrier(interpret=sizes.interpret)
+            row_ops.barrier()
             write(old())
             # The block of the last key, which the next call may continue.
             last = jnp.minimum(jax.lax.div(left, _KEYS), sizes.rows - 1)
@@ -206,7 +204,7 @@ def _encode(
     """Returns quantized keys, two per byte, and zero points and scales of both channel runs."""
     halves = [x.astype(jnp.float32) for x in halves]
     is_finite = (jnp.abs(halves[0]) < jnp.inf) & (jnp.abs(halves[1]) < jnp.inf)
-    lost = row_ops.any_of_key(jnp.logical_not(is_finite), interpret=sizes.interpret)
+    lost = row_ops.any_of_key(jnp.logical_not(is_finite))
     counts = is_present & jnp.logical_not(lost)
     nibbles, centres, steps = [], [], []
     for x in halves:
@@ -267,7 +265,6 @@ def quantize_keys_kernel(
         rows=max(1, tokens // _KEYS),
         quarter=head_dim // 4,
         is_token=tokens == 1,
-        interpret=interpret,
     )
     kernel = ops.kernel(
         functools.partial(_observe, sizes=sizes),
@@ -275,7 +272,7 @@ def quantize_keys_kernel(
         grid_names=("batch", "row", "head"),
         # No barriers: of the unfinished block, threads read only what they wrote themselves.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="block_codes",
     )
     code = jax.lax.bitcast_convert_type(code, jnp.int8)

@@ -67,7 +67,7 @@ def write_token_kernel(
         grid=(shape[1], 2),
         grid_names=("batch", "array"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="write_token",
     )
     refs = [jax.new_ref(x.reshape(*shape[:3], width)) for x in (keys, values)]

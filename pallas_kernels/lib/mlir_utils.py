@@ -1,33 +1,86 @@
 """Helpers that emit MLIR for per-thread code in kernels."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, nvvm, vector
 from jaxlib.mlir.dialects import llvm as typed_llvm
+from jaxlib.mlir.dialects import math as typed_math
+from jaxlib.mlir.dialects import scf as typed_scf
 
 # The modules' type annotations lack the operands of their functions.
 arith: Any = typed_arith
 llvm: Any = typed_llvm
+math: Any = typed_math
+scf: Any = typed_scf
 
 LANES = 32  # threads of a warp
 _ALL_LANES = -1  # bit mask
 _SWIZZLE = 1  # descriptor code for 128-byte swizzle
 
 
+def emit(
+    *operands: Any, numbers: Sequence[Any] = (), result: Any = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Emits the code of a function for single threads; the decorated name becomes its result.
+
+    Args:
+      *operands: References, or pairs of an array or reference and its layout or kind. The function
+        gets references as MLIR values and arrays as their registers.
+      numbers: Integers that are equal in all threads; the function gets them last, as MLIR values.
+      result: Type of the result, if there is one.
+    """
+    pairs = [x if isinstance(x, tuple) else (x, plgpu.RefType()) for x in operands]
+    kinds = [kind for _, kind in pairs] + [plgpu.Layout.WG_SPLAT(())] * len(numbers)
+
+    def run(body: Callable[..., Any]) -> Any:
+        @plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=result)
+        def call(_: Any, *values: Any) -> Any:
+            own, last = values[: len(pairs)], values[len(pairs) :]
+            return body(*own, *(scalars(x)[0] for x in last))
+
+        return call(*(x for x, _ in pairs), *numbers)
+
+    return run
+
+
+def array_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+    """Returns the result type of a function that gives an array."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
+
+
 def integer_type() -> Any:
     """Returns the result type of a function that gives one integer to all threads."""
-    return plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT(()))
+    return array_type((), jnp.int32, plgpu.Layout.WG_SPLAT(()))
 
 
 def as_array(value: ir.Value) -> mgpu.FragmentedArray:
     """Wraps an integer that is equal in all threads as an array."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
+def of_registers(
+    registers: Sequence[ir.Value],
+    shape: tuple[int, ...],
+    layout: Any,
+    *,
+    is_signed: bool | None = None,
+) -> mgpu.FragmentedArray:
+    """Wraps a thread's registers as an array; only integers have a sign."""
+    found = np.empty(len(registers), object)
+    found[:] = registers
+    target = layout.to_mgpu()
+    return mgpu.FragmentedArray(
+        _registers=found.reshape(target.registers_shape(shape)),
+        _layout=target,
+        _is_signed=is_signed,
+    )
 
 
 def i32() -> ir.Type:
@@ -38,6 +91,28 @@ def i32() -> ir.Type:
 def constant(value: int) -> ir.Value:
     """Returns a constant 32-bit integer."""
     return arith.constant(i32(), value)
+
+
+def compare(test: str, left: ir.Value, right: ir.Value | int) -> ir.Value:
+    """Compares integers: `eq`, `ne`; `slt`, `sle`, `sgt`, `sge`, or `ult` for unsigned ones."""
+    right = constant(right) if isinstance(right, int) else right
+    return arith.cmpi(getattr(arith.CmpIPredicate, test), left, right)
+
+
+def flag(condition: ir.Value) -> ir.Value:
+    """Converts a condition to 1 or 0."""
+    return arith.extui(i32(), condition)
+
+
+def long(value: ir.Value | int) -> ir.Value:
+    """Extends an integer to 64 bits."""
+    kind = ir.IntegerType.get_signless(64)
+    return arith.constant(kind, value) if isinstance(value, int) else arith.extsi(kind, value)
+
+
+def zero_sums() -> list[ir.Value]:
+    """Returns a thread's four sums of a product, all 0."""
+    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
 
 
 def index(value: ir.Value) -> ir.Value:
@@ -134,6 +209,25 @@ def run(code: str, *operands: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx(code, *operands, result_types=i32())
 
 
+def ptx(
+    code: str, *operands: ir.Value, kinds: Sequence[ir.Type], convergent: bool = False
+) -> list[ir.Value]:
+    """Emits PTX code with side effects, which stays in order; returns its results."""
+    found = mgpu.utils.inline_ptx(
+        code, *operands, result_types=kinds, has_side_effects=True, convergent=convergent
+    )
+    return list(found)
+
+
+def effect(
+    code: str, *operands: ir.Value, predicate: ir.Value | None = None, convergent: bool = False
+) -> None:
+    """Emits PTX code that has side effects and no result, if a predicate holds."""
+    mgpu.utils.inline_ptx(
+        code, *operands, predicate=predicate, has_side_effects=True, convergent=convergent
+    )
+
+
 def multiply(
     kind: str, left: list[ir.Value], right: list[ir.Value], total: list[ir.Value]
 ) -> list[ir.Value]:
@@ -143,17 +237,7 @@ def multiply(
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     kinds = [ir.F32Type.get()] * 4
-    return list(
-        mgpu.utils.inline_ptx(
-            code,
-            *left,
-            *right,
-            *total,
-            result_types=kinds,
-            has_side_effects=True,
-            convergent=True,
-        )
-    )
+    return ptx(code, *left, *right, *total, kinds=kinds, convergent=True)
 
 
 def load(
@@ -175,10 +259,7 @@ def load(
         zeros = " ".join(f"mov.b32 {x}, 0;" for x in targets)
         code = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {zeros} @p {code} }}"
         operands.append(flag)
-    found = mgpu.utils.inline_ptx(
-        code, *operands, result_types=[i32()] * count, has_side_effects=True
-    )
-    return list(found)
+    return ptx(code, *operands, kinds=[i32()] * count)
 
 
 def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None:
@@ -187,7 +268,7 @@ def store(pointer: ir.Value, values: list[ir.Value], *, offset: int = 0) -> None
     names = targets[0] if len(values) == 1 else f"{{{', '.join(targets)}}}"
     vector = "" if len(values) == 1 else f".v{len(values)}"
     code = f"st.global{vector}.b32 [$0 + {offset}], {names};"
-    mgpu.utils.inline_ptx(code, pointer, *values, has_side_effects=True)
+    effect(code, pointer, *values)
 
 
 def multiply_halves(
@@ -198,7 +279,4 @@ def multiply_halves(
         "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 "
         "{$0, $1}, {$2, $3, $4, $5}, {$6, $7}, {$8, $9};"
     )
-    operands = (*left, *right, *total)
-    kinds = [i32()] * 2
-    options: dict[str, Any] = {"has_side_effects": True, "convergent": True}
-    return list(mgpu.utils.inline_ptx(code, *operands, result_types=kinds, **options))
+    return ptx(code, *left, *right, *total, kinds=[i32()] * 2, convergent=True)

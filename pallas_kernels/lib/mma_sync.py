@@ -24,14 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import llvm, memref, nvvm, vector
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
-
-arith: Any = typed_arith  # the module's type annotations lack its functions' operands
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 
 PAGE = 16  # rows per copied page
 NOBODY = 64  # beyond any query's place in a tile: no query sees the value
@@ -39,8 +37,7 @@ _WARPS, _THREADS = 4, 128  # per warpgroup
 _ROWS = _WARPS * PAGE
 _CHUNK, _LINE, _TILE = 16, 128, 1024  # bytes of a chunk, of a tile's row, of a tile
 _PER_LINE = _LINE // _CHUNK
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_OF_WARPS = plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.int32), ops.BY_ROW)
+_OF_WARPS = mlir.array_type((_ROWS,), jnp.int32, ops.BY_ROW)
 
 
 # Copies
@@ -51,8 +48,6 @@ def copy_pages(
     target: Any,
     firsts: Sequence[Int[Array, ""] | int],
     rooms: Sequence[Int[Array, ""] | int],
-    *,
-    interpret: bool,
 ) -> None:
     """Starts to copy pages of 16 rows; each thread of the warpgroup copies its own chunks.
 
@@ -61,9 +56,8 @@ def copy_pages(
       target: `[16 · pages, H]` in shared memory, `ops.tiled`.
       firsts: The first row of each page in `source`.
       rooms: Number of existing rows per page, any integer; missing rows become zeros, unread.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         index = jax.lax.broadcasted_iota(jnp.int32, (PAGE, source.shape[1]), 0)
         for place, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
             rows = source[pl.ds(first, PAGE)]
@@ -72,25 +66,13 @@ def copy_pages(
     width = source.shape[1]
     count = len(firsts)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _tiled(target), *[_SCALAR] * (2 * count)),
-    )
-    def copy(_: Any, source: Any, target: Any, *scalars: Any) -> None:
-        firsts, rooms = (
-            [mlir.scalars(x)[0] for x in part] for part in (scalars[:count], scalars[count:])
-        )
-        _start_copies(source, _Chunks(target, width), firsts, rooms)
-
-    copy(source, target, *map(jnp.int32, (*firsts, *rooms)))
+    @mlir.emit(source, (target, _tiled(target)), numbers=[*map(jnp.int32, (*firsts, *rooms))])
+    def _(source: Any, target: Any, *numbers: Any) -> None:
+        _start_copies(source, _Chunks(target, width), numbers[:count], numbers[count:])
 
 
 def copy_own_pages(
-    source: Any,
-    target: Any,
-    firsts: Int[Array, "64"],
-    rooms: Int[Array, "64"],
-    *,
-    interpret: bool,
+    source: Any, target: Any, firsts: Int[Array, "64"], rooms: Int[Array, "64"]
 ) -> None:
     """Starts to copy one page of 16 rows per warp; each thread copies its own chunks.
 
@@ -100,22 +82,19 @@ def copy_own_pages(
       firsts: The first row of each warp's page in `source`, a `warp_numbers` vector.
       rooms: Number of existing rows in each warp's page, likewise, any integer; missing rows become
         zeros and are not read.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         own = range(0, _ROWS, PAGE)
         for warp, place in enumerate(own):
             page = target.at[pl.ds(place, PAGE)]
-            copy_pages(source, page, [firsts[own[warp]]], [rooms[own[warp]]], interpret=True)
+            copy_pages(source, page, [firsts[own[warp]]], [rooms[own[warp]]])
         return
     width = source.shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _tiled(target), ops.BY_ROW, ops.BY_ROW))
-    def copy(_: Any, source: Any, target: Any, *numbers: Any) -> None:
+    @mlir.emit(source, (target, _tiled(target)), (firsts, ops.BY_ROW), (rooms, ops.BY_ROW))
+    def _(source: Any, target: Any, *numbers: Any) -> None:
         first, room = (mlir.scalars(x)[0] for x in numbers)
         _start_copies(source, _Chunks(target, width, of_warp=True), [first], [room])
-
-    copy(source, target, firsts, rooms)
 
 
 def _start_copies(
@@ -126,9 +105,9 @@ def _start_copies(
     start = _global_pointer(source)
     inside = arith.muli(chunks.row, _constant(stride * 2))
     inside = arith.addi(inside, arith.muli(chunks.column, _constant(_CHUNK)))
-    inside = _long(inside)
+    inside = mlir.long(inside)
     for page, (first, room) in enumerate(zip(firsts, rooms, strict=True)):
-        offset = arith.addi(arith.muli(_long(first), _long_constant(stride * 2)), inside)
+        offset = arith.addi(arith.muli(mlir.long(first), mlir.long(stride * 2)), inside)
         place = arith.addi(start, offset)
         left = arith.subi(room, chunks.row)
         for turn in range(chunks.turns):
@@ -140,44 +119,38 @@ def _start_copies(
                 code += f".reg .b32 a; xor.b32 a, $0, {flip}; "
                 at = "a"
             at = f"[{at} + {chunks.offset(page, turn)}], [$1 + {row * stride * 2}]"
-            mgpu.utils.inline_ptx(
-                f"{code} cp.async.cg.shared.global {at}, {_CHUNK}, n; }}",
-                chunks.place,
-                place,
-                left,
-                has_side_effects=True,
+            mlir.effect(
+                f"{code} cp.async.cg.shared.global {at}, {_CHUNK}, n; }}", chunks.place, place, left
             )
 
 
-def commit_copies(*, interpret: bool) -> None:
+def commit_copies() -> None:
     """Closes a group of all copies that this thread started since the last call; may be empty."""
-    _emit("cp.async.commit_group;", interpret)
+    _emit("cp.async.commit_group;")
 
 
-def wait_copies(in_flight: int, *, interpret: bool) -> None:
+def wait_copies(in_flight: int) -> None:
     """Waits until at most the last `in_flight` of this thread's groups are still copying.
 
     Other threads see the copies only after a barrier.
     """
-    _emit(f"cp.async.wait_group {in_flight};", interpret)
+    _emit(f"cp.async.wait_group {in_flight};")
 
 
-def warp_barrier(*, interpret: bool) -> None:
+def warp_barrier() -> None:
     """Waits for the warp's other threads and makes their writes and copies visible."""
-    _emit("bar.warp.sync 0xffffffff;", interpret)
+    _emit("bar.warp.sync 0xffffffff;")
 
 
-def _emit(code: str, interpret: bool) -> None:
-    if not interpret:
+def _emit(code: str) -> None:
+    if not ops.is_interpreted():
 
-        @plgpu.inline_mgpu()
-        def emit(_: Any) -> None:
-            mgpu.utils.inline_ptx(code, has_side_effects=True)
-
-        emit()
+        @mlir.emit()
+        def emit() -> None:
+            mlir.effect(code)
 
 
-def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpret: bool) -> None:
+def write_rows(source: Any, target: Any, first: int, is_wanted: Any) -> None:
     """Writes rows of shared memory to global memory, 16 bytes per thread at a time.
 
     Args:
@@ -185,10 +158,9 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpre
       target: `[R, H]` in global memory.
       first: First of the `R` rows of `source` to write, a multiple of 16.
       is_wanted: Whether to write.
-      interpret: Whether the interpreter runs the kernel.
     """
     height, width = target.shape
-    if interpret:
+    if ops.is_interpreted():
 
         @pl.when(is_wanted)
         def _() -> None:
@@ -196,32 +168,30 @@ def write_rows(source: Any, target: Any, first: int, is_wanted: Any, *, interpre
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(_tiled(source), plgpu.RefType(), _SCALAR))
-    def write(_: Any, source: Any, target: Any, is_wanted: Any) -> None:
+    is_wanted = jnp.asarray(is_wanted).astype(jnp.int32)
+
+    @mlir.emit((source, _tiled(source)), target, numbers=[is_wanted])
+    def write(source: Any, target: Any, is_wanted: Any) -> None:
         chunks = _Chunks(source, width, anew=True)
         stride = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
-        inside = arith.muli(_long(chunks.row), _long_constant(stride * 2))
-        inside = arith.addi(inside, _long(arith.muli(chunks.column, _constant(_CHUNK))))
+        inside = arith.muli(mlir.long(chunks.row), mlir.long(stride * 2))
+        inside = arith.addi(inside, mlir.long(arith.muli(chunks.column, _constant(_CHUNK))))
         place = arith.addi(_global_pointer(target), inside)
-        wanted = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalars(is_wanted)[0], _constant(0))
+        wanted = mlir.compare("ne", is_wanted, 0)
         for page in range(height // PAGE):
             for turn in range(chunks.turns):
-                held = _load_chunk(chunks.place, chunks.offset(first // PAGE + page, turn))
+                offset = chunks.offset(first // PAGE + page, turn)
+                held = mlir.load(chunks.place, 4, offset=offset, space="shared")
                 row = PAGE * page + turn * chunks.height
-                mgpu.utils.inline_ptx(
+                mlir.effect(
                     f"st.global.v4.b32 [$0 + {row * stride * 2}], {{$1, $2, $3, $4}};",
                     place,
                     *held,
                     predicate=wanted,
-                    has_side_effects=True,
                 )
 
-    write(source, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
-
-def write_vector(
-    vector: Float[Array, "M"], target: Any, first: int, is_wanted: Any, *, interpret: bool
-) -> None:
+def write_vector(vector: Float[Array, "M"], target: Any, first: int, is_wanted: Any) -> None:
     """Writes 64 numbers, one for each row of sums, from registers to global memory.
 
     Args:
@@ -229,9 +199,8 @@ def write_vector(
       target: `[64]` in global memory.
       first: The first of the numbers, a multiple of 64.
       is_wanted: Whether to write.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
 
         @pl.when(is_wanted)
         def _() -> None:
@@ -239,14 +208,14 @@ def write_vector(
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType(), _SCALAR))
-    def write(_: Any, vector: Any, target: Any, is_wanted: Any) -> None:
+    is_wanted = jnp.asarray(is_wanted).astype(jnp.int32)
+
+    @mlir.emit((vector, ops.BY_ROW), target, numbers=[is_wanted])
+    def write(vector: Any, target: Any, is_wanted: Any) -> None:
         thread = _own_thread(anew=True)
-        wanted = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalars(is_wanted)[0], _constant(0))
+        wanted = mlir.compare("ne", is_wanted, 0)
         # Four threads have the same two numbers, of a row and of the row 8 below.
-        is_first = arith.cmpi(
-            arith.CmpIPredicate.eq, arith.andi(thread, _constant(3)), _constant(0)
-        )
+        is_first = mlir.compare("eq", arith.andi(thread, _constant(3)), 0)
         row = arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
         warp = arith.shrui(thread, _constant(5))
         row = arith.addi(row, arith.muli(warp, _constant(16)))
@@ -256,51 +225,49 @@ def write_vector(
                 place = arith.addi(row, _constant(8 * half))
                 memref.store(number, target, [mlir.index(place)])
 
-    write(vector, target, jnp.asarray(is_wanted).astype(jnp.int32))
 
-
-def unknown(value: int, *, interpret: bool) -> Int[Array, ""]:
+def unknown(value: int) -> Int[Array, ""]:
     """Hides an integer from the compiler, so that it does not unroll a loop of that length."""
-    if interpret:
+    if ops.is_interpreted():
         return jnp.int32(value)
 
-    @plgpu.inline_mgpu(return_type=mlir.integer_type())
-    def make(_: Any) -> Any:
+    @mlir.emit(result=mlir.integer_type())
+    def make() -> Any:
         code = f"mov.u32 $0, {value};"
         found = mgpu.utils.inline_ptx(code, result_types=mlir.i32(), has_side_effects=True)
         return mlir.as_array(found)
 
-    return make()
+    return make
 
 
 # One token: each warp has the 16 rows of heads, and its own keys
 
 
-def warp_numbers(*, interpret: bool) -> Int[Array, "64"]:
+def warp_numbers() -> Int[Array, "64"]:
     """Returns each warp's index in the warpgroup, repeated over its 16 rows, in `ops.BY_ROW`.
 
     All per-warp numbers have this layout, in which each thread holds one number.
     """
-    if interpret:
+    if ops.is_interpreted():
         return jnp.arange(_ROWS, dtype=jnp.int32) // PAGE
 
-    @plgpu.inline_mgpu(return_type=_OF_WARPS)
-    def get(_: Any) -> Any:
+    @mlir.emit(result=_OF_WARPS)
+    def get() -> Any:
         return _of_warp(_own_warp())
 
-    return get()
+    return get
 
 
-def read_for_warps(source: Any, places: Int[Array, "64"], *, interpret: bool) -> Int[Array, "64"]:
+def read_for_warps(source: Any, places: Int[Array, "64"]) -> Int[Array, "64"]:
     """Reads integers `[P]` of global memory, at one place per warp."""
-    if interpret:
+    if ops.is_interpreted():
         return source[...][places]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.BY_ROW), return_type=_OF_WARPS)
-    def read(_: Any, source: Any, places: Any) -> Any:
+    @mlir.emit(source, (places, ops.BY_ROW), result=_OF_WARPS)
+    def read(source: Any, places: Any) -> Any:
         return _of_warp(memref.load(source, [mlir.index(mlir.scalars(places)[0])]))
 
-    return read(source, places)
+    return read
 
 
 def _of_warp(value: ir.Value) -> mgpu.FragmentedArray:
@@ -312,23 +279,21 @@ def _by_row(numbers: list[ir.Value], *, is_signed: bool | None = None) -> mgpu.F
     """Wraps a vector of 64 rows, two per thread."""
     one = ir.VectorType.get((1,), numbers[0].type)
     registers = [vector.from_elements(one, [x]) for x in numbers]
-    return _of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
+    return mlir.of_registers(registers, (_ROWS,), ops.BY_ROW, is_signed=is_signed)
 
 
-def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
+def read_heads(source: Any) -> Float[Array, "64 H"]:
     """Reads queries `[n, H]` of at most 16 heads from global memory, the same in each warp.
 
     Rows beyond `n` repeat the last one.
     """
     count, width = source.shape
-    if interpret:
+    if ops.is_interpreted():
         rows = jnp.minimum(jnp.arange(_ROWS) % PAGE, count - 1)
         return source[...][rows]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=_matrix_type((_ROWS, width), source.dtype)
-    )
-    def read(_: Any, source: Any) -> Any:
+    @mlir.emit(source, result=_matrix_type((_ROWS, width), source.dtype))
+    def read(source: Any) -> Any:
         kind = ir.VectorType.get((2,), ir.MemRefType(source.type).element_type)
         stride = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
         row, column = _own_entry()
@@ -338,26 +303,19 @@ def read_heads(source: Any, *, interpret: bool) -> Float[Array, "64 H"]:
         for one in rows:
             inside = arith.muli(arith.minsi(one, _constant(count - 1)), _constant(stride))
             inside = arith.muli(arith.addi(inside, column), _constant(2))
-            places.append(arith.addi(_global_pointer(source), _long(inside)))
+            places.append(arith.addi(_global_pointer(source), mlir.long(inside)))
         registers = []
         for tile in range(width // 8):
             found = [
-                mgpu.utils.inline_ptx(
-                    f"ld.global.b32 $0, [$1 + {tile * _CHUNK}];",
-                    place,
-                    result_types=mlir.i32(),
-                )
-                for place in places
+                mlir.run(f"ld.global.b32 $0, [$1 + {tile * _CHUNK}];", place) for place in places
             ]
             registers += [mgpu.utils.bitcast(x, kind) for x in (found * 2)[:2]]
-        return _of_registers(registers, (_ROWS, width), ops.ACCUMULATOR)
+        return mlir.of_registers(registers, (_ROWS, width), ops.ACCUMULATOR)
 
-    return read(source)
+    return read
 
 
-def over_warps(
-    vector: Float[Array, "64"], operation: str, scratch: Any, *, interpret: bool
-) -> Float[Array, "64"]:
+def over_warps(vector: Float[Array, "64"], operation: str, scratch: Any) -> Float[Array, "64"]:
     """Returns the sum or maximum of each row's numbers over the four warps, the same in each.
 
     All warps pass two barriers.
@@ -366,19 +324,17 @@ def over_warps(
       vector: Float32, in `ops.BY_ROW`.
       operation: `"add"` or `"max"`.
       scratch: `[64]` float32 in shared memory.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         rows = vector.reshape(_WARPS, PAGE)
         found = jnp.sum(rows, axis=0) if operation == "add" else jnp.max(rows, axis=0)
         return jnp.tile(found, _WARPS)
     combine = {"add": arith.addf, "max": arith.maximumf}[operation]
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.BY_ROW, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((_ROWS,), jnp.dtype(jnp.float32), ops.BY_ROW),
+    @mlir.emit(
+        (vector, ops.BY_ROW), scratch, result=mlir.array_type((_ROWS,), jnp.float32, ops.BY_ROW)
     )
-    def reduce(_: Any, vector: Any, scratch: Any) -> Any:
+    def reduce(vector: Any, scratch: Any) -> Any:
         row, _ = _own_entry()
         own = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
         for half, number in enumerate(mlir.scalars(vector)):
@@ -392,35 +348,28 @@ def over_warps(
         mgpu.warpgroup_barrier()
         return _by_row(found)
 
-    return reduce(vector, scratch)
+    return reduce
 
 
-def write_heads(vector: Float[Array, "64"], target: Any, *, interpret: bool) -> None:
+def write_heads(vector: Float[Array, "64"], target: Any) -> None:
     """Writes the numbers `[n]` of the first rows to global memory, the same in each warp."""
     (count,) = target.shape
-    if interpret:
+    if ops.is_interpreted():
         target[...] = vector[:count]
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.BY_ROW, plgpu.RefType()))
-    def write(_: Any, vector: Any, target: Any) -> None:
+    @mlir.emit((vector, ops.BY_ROW), target)
+    def write(vector: Any, target: Any) -> None:
         row, column = _own_entry()
-        is_first = _is_below(arith.ori(column, _own_warp()), 1)
+        is_first = mlir.compare("slt", arith.ori(column, _own_warp()), 1)
         for half, number in enumerate(mlir.scalars(vector)):
             place = arith.addi(row, _constant(8 * half))
-            with mgpu.when(arith.andi(is_first, _is_below(place, count))):
+            with mgpu.when(arith.andi(is_first, mlir.compare("slt", place, count))):
                 memref.store(number, target, [mlir.index(place)])
-
-    write(vector, target)
 
 
 def write_sum_of_warps(
-    sums: Float[Array, "64 H"],
-    target: Any,
-    scratch: Any,
-    *,
-    transposed: bool = False,
-    interpret: bool,
+    sums: Float[Array, "64 H"], target: Any, scratch: Any, *, transposed: bool = False
 ) -> None:
     """Writes the sums of rows over the four warps to global memory.
 
@@ -431,26 +380,24 @@ def write_sum_of_warps(
       target: `[n, H]` of 16-bit numbers, for the first rows, or float32 `[H, n]`.
       scratch: Shared memory, `ops.tiled`, whose first 256 H bytes are overwritten.
       transposed: Whether the target is `[H, n]`.
-      interpret: Whether the interpreter runs the kernel.
     """
     count, width = target.shape[::-1] if transposed else target.shape
-    if interpret:
+    if ops.is_interpreted():
         found = jnp.sum(_by_warp(sums), axis=0)[:count]
         target[...] = found.T if transposed else found.astype(target.dtype)
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _tiled(scratch)))
-    def write(_: Any, sums: Any, target: Any, scratch: Any) -> None:
+    @mlir.emit((sums, ops.ACCUMULATOR), target, (scratch, _tiled(scratch)))
+    def write(sums: Any, target: Any, scratch: Any) -> None:
         numbers = mlir.scalars(sums)  # four per eight columns
         size = _THREADS * _CHUNK  # bytes of all threads' numbers of eight columns
         place = arith.muli(_own_thread(anew=False), _constant(_CHUNK))
         place = arith.addi(mlir.shared_pointer(scratch), place)
         for tile in range(width // 8):
-            mgpu.utils.inline_ptx(
+            mlir.effect(
                 f"st.shared.v4.f32 [$0 + {tile * size}], {{$1, $2, $3, $4}};",
                 place,
                 *numbers[4 * tile :][:4],
-                has_side_effects=True,
             )
         mgpu.warpgroup_barrier()
         own = width // 8 // _WARPS  # groups of eight columns that each warp adds
@@ -461,7 +408,7 @@ def write_sum_of_warps(
         column = arith.addi(column, arith.muli(first, _constant(8)))
         for tile in range(own):
             parts = [
-                _load_chunk(place, tile * size + warp * mlir.LANES * _CHUNK)
+                mlir.load(place, 4, offset=tile * size + warp * mlir.LANES * _CHUNK, space="shared")
                 for warp in range(_WARPS)
             ]
             kind = ir.F32Type.get()
@@ -472,27 +419,22 @@ def write_sum_of_warps(
             at = arith.addi(column, _constant(8 * tile))
             for half in range(2):
                 head = arith.addi(row, _constant(8 * half))
-                with mgpu.when(_is_below(head, count)):
+                with mgpu.when(mlir.compare("slt", head, count)):
                     for index, entry in enumerate(entries[2 * half :][:2]):
                         where = [head, arith.addi(at, _constant(index))]
                         _store(entry, target, where[::-1] if transposed else where)
 
-    write(sums, target, scratch)
 
-
-def write_columns(
-    matrix: Float[Array, "64 8"], target: Any, first: Any, *, interpret: bool
-) -> None:
+def write_columns(matrix: Float[Array, "64 8"], target: Any, first: Any) -> None:
     """Writes columns to rows of global memory.
 
     Args:
       matrix: Float32, in an accumulator's layout.
       target: `[n, 64]` in global memory, 16-bit numbers.
       first: Target row of the first column; columns beyond the last row are not written.
-      interpret: Whether the interpreter runs the kernel.
     """
     count = target.shape[0]
-    if interpret:
+    if ops.is_interpreted():
         for index in range(matrix.shape[1]):
 
             @pl.when(first + index < count)
@@ -501,18 +443,16 @@ def write_columns(
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, plgpu.RefType(), _SCALAR))
-    def write(_: Any, matrix: Any, target: Any, first: Any) -> None:
+    @mlir.emit((matrix, ops.ACCUMULATOR), target, numbers=(jnp.asarray(first, jnp.int32),))
+    def write(matrix: Any, target: Any, first: Any) -> None:
         row, column = _own_entry()
         row = arith.addi(row, arith.muli(_own_warp(), _constant(PAGE)))
-        column = arith.addi(column, mlir.scalars(first)[0])
+        column = arith.addi(column, first)
         for place, entry in enumerate(mlir.scalars(matrix)):
             half, index = divmod(place, 2)
             head = arith.addi(column, _constant(index))
-            with mgpu.when(_is_below(head, count)):
+            with mgpu.when(mlir.compare("slt", head, count)):
                 _store(entry, target, [head, arith.addi(row, _constant(8 * half))])
-
-    write(matrix, target, jnp.asarray(first, jnp.int32))
 
 
 def _store(entry: ir.Value, target: ir.Value, where: list[ir.Value]) -> None:
@@ -529,10 +469,6 @@ def _own_entry() -> tuple[ir.Value, ir.Value]:
     return row, arith.muli(arith.andi(lane, _constant(3)), _constant(2))
 
 
-def _is_below(value: ir.Value, end: int) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.slt, value, _constant(end))
-
-
 def _by_warp(x: Array) -> Array:
     """Splits an array into the 16 rows of each warp."""
     return x.reshape(_WARPS, PAGE, x.shape[-1])
@@ -541,9 +477,7 @@ def _by_warp(x: Array) -> Array:
 # Values that are not finite
 
 
-def clear_from_bad(
-    values: Any, places: Sequence[Int[Array, ""]], scratch: Any, *, interpret: bool
-) -> Int[Array, ""]:
+def clear_from_bad(values: Any, places: Sequence[Int[Array, ""]], scratch: Any) -> Int[Array, ""]:
     """Sets a tile's own values to zero from the first non-finite one on.
 
     All warps must have passed a barrier since the values arrived; they pass two here.
@@ -552,13 +486,12 @@ def clear_from_bad(
       values: `[16 · pages, H]` in shared memory, `ops.tiled`.
       places: Place of each page's first row in the tile; negative if not the tile's own.
       scratch: Integers in shared memory, one per warp.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       The place of that value in the tile, or `NOBODY`.
     """
     width = values.shape[1]
-    if interpret:
+    if ops.is_interpreted():
         held = values[...]
         index = jax.lax.broadcasted_iota(jnp.int32, (PAGE,), 0)
         place = jnp.concatenate([jnp.where(x < 0, x, x + index) for x in places])
@@ -568,27 +501,27 @@ def clear_from_bad(
         return bad
     kind = _packed_kind(values.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_tiled(values), plgpu.RefType(), *[_SCALAR] * len(places)),
-        return_type=mlir.integer_type(),
-    )
-    def clear(_: Any, values: Any, scratch: Any, *places: Any) -> Any:
+    own_tile = values, _tiled(values)
+
+    @mlir.emit(own_tile, scratch, numbers=places, result=mlir.integer_type())
+    def found(values: Any, scratch: Any, *places: Any) -> Any:
         chunks, zero = _Chunks(values, width, anew=True), _constant(0)
         first, own = _constant(NOBODY), []
-        for page, start in enumerate(mlir.scalars(x)[0] for x in places):
-            is_own = arith.cmpi(arith.CmpIPredicate.sge, start, zero)
+        for page, start in enumerate(places):
+            is_own = mlir.compare("sge", start, zero)
             for turn in range(chunks.turns):
                 row = arith.addi(chunks.row, _constant(turn * chunks.height))
                 place = arith.select(is_own, arith.addi(start, row), _constant(-1))
                 total = zero
-                for pair in _load_chunk(chunks.place, chunks.offset(page, turn)):
+                offset = chunks.offset(page, turn)
+                for pair in mlir.load(chunks.place, 4, offset=offset, space="shared"):
                     # Multiplying a non-finite number by 0 gives NaN.
                     code = f"fma.rn.{kind} $0, $1, $2, $3;"
-                    total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
-                is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
+                    total = mlir.run(code, pair, zero, total)
+                is_bad = mlir.compare("ne", total, zero)
                 is_bad = arith.andi(is_bad, is_own)
                 first = arith.minsi(first, arith.select(is_bad, place, _constant(NOBODY)))
-                own.append((place, chunks.offset(page, turn)))
+                own.append((place, offset))
         first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
         memref.store(first, scratch, [mlir.index(_own_warp())])
         mgpu.warpgroup_barrier()
@@ -596,17 +529,16 @@ def clear_from_bad(
         first = memref.load(scratch, [mlir.index(other)])
         first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
         for place, offset in own:
-            mgpu.utils.inline_ptx(
+            mlir.effect(
                 f"st.shared.v4.b32 [$0 + {offset}], {{$1, $1, $1, $1}};",
                 chunks.place,
                 zero,
-                predicate=arith.cmpi(arith.CmpIPredicate.sge, place, first),
-                has_side_effects=True,
+                predicate=mlir.compare("sge", place, first),
             )
         mgpu.warpgroup_barrier()
         return mlir.as_array(first)
 
-    return clear(values, scratch, *places)
+    return found
 
 
 class _Chunks:
@@ -657,21 +589,22 @@ class _Chunks:
 # Products
 
 
-def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "M S"]:
+def multiply_keys(queries: Any, keys: Any) -> Float[Array, "M S"]:
     """Returns float32 scores `Q Kᵀ` of queries `[M, H]` and keys `[S, H]` in shared memory."""
-    if interpret:
+    if ops.is_interpreted():
         return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
     (rows, width), columns = queries.shape, keys.shape[0]
     kind = _kind(queries.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_tiled(queries), _tiled(keys)),
-        return_type=_matrix_type((rows, columns), jnp.float32),
+    @mlir.emit(
+        (queries, _tiled(queries)),
+        (keys, _tiled(keys)),
+        result=_matrix_type((rows, columns), jnp.float32),
     )
-    def multiply(_: Any, queries: Any, keys: Any) -> Any:
+    def multiply(queries: Any, keys: Any) -> Any:
         left = _Matrices(queries, width, is_row_first=True, of_warp=True)
         right = _Matrices(keys, width, is_row_first=False)
-        sums = [_zeros() for _ in range(rows // 64 * columns // 8)]
+        sums = [mlir.zero_sums() for _ in range(rows // 64 * columns // 8)]
         for step in range(width // 16):
             own = [left.load(8 * tile, step) for tile in range(rows // 64)]
             for pair in range(columns // 16):
@@ -680,50 +613,43 @@ def multiply_keys(queries: Any, keys: Any, *, interpret: bool) -> Float[Array, "
                     _add(kind, own, both[2 * half :][:2], sums, columns // 8, 2 * pair + half)
         return _as_array(sums, (rows, columns))
 
-    return multiply(queries, keys)
+    return multiply
 
 
-def multiply_own_keys(
-    queries: Float[Array, "64 H"], keys: Any, *, interpret: bool
-) -> Float[Array, "64 16"]:
+def multiply_own_keys(queries: Float[Array, "64 H"], keys: Any) -> Float[Array, "64 16"]:
     """Returns float32 scores of each warp's 16 queries with its own 16 keys.
 
     Args:
       queries: 16-bit numbers in registers, in an accumulator's layout.
       keys: `[64, H]` in shared memory, `ops.tiled`, 16 rows per warp.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         pairs = (_by_warp(x) for x in (queries, keys[...]))
         return jnp.einsum("wqh,wkh->wqk", *pairs, preferred_element_type=jnp.float32).reshape(
             _ROWS, PAGE
         )
     width, kind = queries.shape[1], _kind(keys.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR, _tiled(keys)),
-        return_type=_matrix_type((_ROWS, PAGE), jnp.float32),
+    @mlir.emit(
+        (queries, ops.ACCUMULATOR),
+        (keys, _tiled(keys)),
+        result=_matrix_type((_ROWS, PAGE), jnp.float32),
     )
-    def multiply(_: Any, queries: Any, keys: Any) -> Any:
+    def multiply(queries: Any, keys: Any) -> Any:
         right = _Matrices(keys, width, is_row_first=False, of_warp=True)
         held = [mgpu.utils.bitcast(x, mlir.i32()) for x in queries.registers.flat]
-        sums = [_zeros() for _ in range(PAGE // 8)]
+        sums = [mlir.zero_sums() for _ in range(PAGE // 8)]
         for step in range(width // 16):
             both = right.load(0, step)
             for half in range(2):
                 _add(kind, [held[4 * step :][:4]], both[2 * half :][:2], sums, 2, half)
         return _as_array(sums, (_ROWS, PAGE))
 
-    return multiply(queries, keys)
+    return multiply
 
 
 def add_values(
-    sums: Float[Array, "M H"],
-    weights: Float[Array, "M S"],
-    values: Any,
-    *,
-    of_warp: bool = False,
-    interpret: bool,
+    sums: Float[Array, "M H"], weights: Float[Array, "M S"], values: Any, *, of_warp: bool = False
 ) -> Float[Array, "M H"]:
     """Returns `sums + P V` for weights in registers and values `[S, H]` in shared memory.
 
@@ -732,21 +658,22 @@ def add_values(
       weights: 16-bit numbers, in an accumulator's layout.
       values: 16-bit numbers, `ops.tiled`.
       of_warp: Whether each warp has its own 16 rows of the values, `[64, H]` in all; `S` is 16.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret and of_warp:
+    if ops.is_interpreted() and of_warp:
         pairs = (_by_warp(x) for x in (weights, values[...]))
         added = jnp.einsum("wqk,wkh->wqh", *pairs, preferred_element_type=jnp.float32)
         return sums + added.reshape(sums.shape)
-    if interpret:
+    if ops.is_interpreted():
         return sums + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
     (rows, keys), width, kind = weights.shape, values.shape[1], _kind(values.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ops.ACCUMULATOR, ops.ACCUMULATOR, _tiled(values)),
-        return_type=_matrix_type((rows, width), jnp.float32),
+    @mlir.emit(
+        (sums, ops.ACCUMULATOR),
+        (weights, ops.ACCUMULATOR),
+        (values, _tiled(values)),
+        result=_matrix_type((rows, width), jnp.float32),
     )
-    def multiply(_: Any, sums: Any, weights: Any, values: Any) -> Any:
+    def multiply(sums: Any, weights: Any, values: Any) -> Any:
         right = _Matrices(values, width, is_row_first=True, of_warp=of_warp)
         found = [list(x) for x in np.array(mlir.scalars(sums), object).reshape(-1, 4)]
         held = [mgpu.utils.bitcast(x, mlir.i32()) for x in weights.registers.flat]
@@ -759,7 +686,7 @@ def add_values(
                     _add(kind, own, both[2 * half :][:2], found, width // 8, 2 * pair + half)
         return _as_array(found, (rows, width))
 
-    return multiply(sums, weights, values)
+    return multiply
 
 
 class _Matrices:
@@ -800,14 +727,8 @@ class _Matrices:
         offset, turned = tile * self._tile_row + line * _TILE, ".trans" if transposed else ""
         code = f"{{ .reg .b32 a; xor.b32 a, $4, {2 * _CHUNK * pair}; "
         code += f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, "
-        return list(
-            mgpu.utils.inline_ptx(
-                f"{code}[a + {offset}]; }}",
-                self._place,
-                result_types=[mlir.i32()] * 4,
-                has_side_effects=True,
-                convergent=True,
-            )
+        return mlir.ptx(
+            f"{code}[a + {offset}]; }}", self._place, kinds=[mlir.i32()] * 4, convergent=True
         )
 
 
@@ -826,29 +747,12 @@ def _as_array(sums: list[list[ir.Value]], shape: tuple[int, int]) -> mgpu.Fragme
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     for four in sums:
         registers += [vector.from_elements(pair, four[half : half + 2]) for half in (0, 2)]
-    return _of_registers(registers, shape, ops.ACCUMULATOR)
-
-
-def _of_registers(
-    registers: list[ir.Value], shape: tuple[int, ...], layout: Any, *, is_signed: bool | None = None
-) -> mgpu.FragmentedArray:
-    """Wraps a thread's registers as an array."""
-    found = np.empty(len(registers), object)
-    found[:] = registers
-    lies = layout.to_mgpu()
-    return mgpu.FragmentedArray(
-        _registers=found.reshape(lies.registers_shape(shape)), _layout=lies, _is_signed=is_signed
-    )
+    return mlir.of_registers(registers, shape, ops.ACCUMULATOR)
 
 
 def _matrix_type(shape: tuple[int, int], dtype: Any) -> Any:
     """Returns the result type of a function that gives a matrix in an accumulator's layout."""
-    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), ops.ACCUMULATOR)
-
-
-def _zeros() -> list[ir.Value]:
-    """Returns zero sums of a product."""
-    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
+    return mlir.array_type(shape, dtype, ops.ACCUMULATOR)
 
 
 def _kind(dtype: Any) -> str:
@@ -865,14 +769,6 @@ def _tiled(ref: Any) -> Any:
 
 
 _constant = mlir.constant
-
-
-def _long_constant(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(64), value)
-
-
-def _long(value: ir.Value) -> ir.Value:
-    return arith.extsi(ir.IntegerType.get_signless(64), value)
 
 
 def _own_thread(*, anew: bool) -> ir.Value:
@@ -895,15 +791,3 @@ def _own_warp() -> ir.Value:
 
 def _global_pointer(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
-
-
-def _load_chunk(place: ir.Value, offset: int) -> list[ir.Value]:
-    """Loads four words of shared memory."""
-    return list(
-        mgpu.utils.inline_ptx(
-            f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
-            place,
-            result_types=[mlir.i32()] * 4,
-            has_side_effects=True,
-        )
-    )

@@ -4,6 +4,7 @@ Each product has an implementation for Pallas' interpreter, which supports neith
 with the left operand in registers nor accumulators that outlive a product.
 """
 
+import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
+
+from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 
 # Register layouts of a warpgroup: a product of 64 rows, and a vector along its rows or columns.
 ACCUMULATOR = plgpu.Layout.WGMMA
@@ -25,18 +28,35 @@ _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
 
 
-def interpreter(interpret: bool, *, detect_races: bool = True) -> Any:
-    """Returns the `interpret` argument of `plgpu.kernel`."""
-    return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
+_interpreted = contextvars.ContextVar("interpreted", default=False)
 
 
-def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """Wraps `plgpu.kernel`, tracing `body` with 32-bit integers even if JAX enables 64 bits."""
-    made: Callable[..., Any] = plgpu.kernel(body, **options)
+def is_interpreted() -> bool:
+    """Whether the interpreter runs the kernel whose body is being traced."""
+    return _interpreted.get()
+
+
+def kernel(
+    body: Callable[..., None], *, interpret: bool, detect_races: bool = True, **options: Any
+) -> Callable[..., Any]:
+    """Wraps `plgpu.kernel`, tracing `body` with 32-bit integers even if JAX enables 64 bits.
+
+    Args:
+      body: The kernel's function; `is_interpreted` returns `interpret` in it.
+      interpret: Whether the interpreter runs the kernel.
+      detect_races: Whether the interpreter reports races.
+      **options: Other options of `plgpu.kernel`.
+    """
+    how = plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
+    made: Callable[..., Any] = plgpu.kernel(body, interpret=how, **options)
 
     def call(*arrays: Any) -> Any:
-        with jax.enable_x64(False):
-            return made(*arrays)
+        before = _interpreted.set(interpret)
+        try:
+            with jax.enable_x64(False):
+                return made(*arrays)
+        finally:
+            _interpreted.reset(before)
 
     return call
 
@@ -121,7 +141,7 @@ def matrix_index(shape: tuple[int, ...], axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR)
 
 
-def over_rows(matrix: Array, operation: str, scratch: Any, *, interpret: bool) -> Array:
+def over_rows(matrix: Array, operation: str, scratch: Any) -> Array:
     """Returns each column's sum or maximum, in `BY_COLUMN`, safely for several warpgroups.
 
     Pallas' own reductions share one piece of scratch memory per thread block, so several warpgroups
@@ -131,19 +151,19 @@ def over_rows(matrix: Array, operation: str, scratch: Any, *, interpret: bool) -
       matrix: Float32, in an accumulator's layout.
       operation: `"add"` or `"max"`.
       scratch: `scratch_of_rows` in shared memory, of this warpgroup.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if is_interpreted():
         return jnp.sum(matrix, axis=0) if operation == "add" else jnp.max(matrix, axis=0)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype, layout=BY_COLUMN),
+    @mlir.emit(
+        (matrix, ACCUMULATOR),
+        scratch,
+        result=mlir.array_type(matrix.shape[1:], matrix.dtype, BY_COLUMN),
     )
-    def reduce(_: Any, matrix: Any, scratch: Any) -> Any:
+    def reduce(matrix: Any, scratch: Any) -> Any:
         return matrix.reduce(operation, 0, scratch)
 
-    return reduce(matrix, scratch)
+    return reduce
 
 
 def scratch_of_rows(warpgroups: int) -> Any:
@@ -154,14 +174,13 @@ def scratch_of_rows(warpgroups: int) -> Any:
 def pinned(matrix: Array) -> Array:
     """Keeps the compiler from moving the computation of an accumulator-layout matrix."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR,),
-        return_type=plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=ACCUMULATOR),
+    @mlir.emit(
+        (matrix, ACCUMULATOR), result=mlir.array_type(matrix.shape, matrix.dtype, ACCUMULATOR)
     )
-    def pin(_: Any, matrix: Any) -> Any:
+    def pin(matrix: Any) -> Any:
         return mgpu.optimization_barrier(matrix)
 
-    return pin(matrix)
+    return pin
 
 
 class Accumulator:
@@ -225,10 +244,8 @@ class InterpretedAccumulator(Accumulator):
         return carry
 
 
-def with_accumulator(
-    body: Callable[[Accumulator], Any], shape: tuple[int, int], *, interpret: bool
-) -> Any:
+def with_accumulator(body: Callable[[Accumulator], Any], shape: tuple[int, int]) -> Any:
     """Runs `body` with an accumulator of zeros and returns what it returns."""
-    if interpret:
+    if is_interpreted():
         return body(InterpretedAccumulator(jnp.zeros(shape, jnp.float32)))
     return pl.run_scoped(lambda ref: body(Accumulator(ref)), plgpu.ACC(shape, jnp.float32))

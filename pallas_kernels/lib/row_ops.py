@@ -9,7 +9,6 @@ maxima, counts, writing a row, writing the kept columns of a row, adding up the 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,20 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import gpu, memref, nvvm, vector
-from jaxlib.mlir.dialects import math as typed_math
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math, scf
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-math: Any = typed_math
-scf: Any = typed_scf
 
 WARPS, LANES = 4, mlir.LANES  # warps of a warpgroup, threads of a warp
 THREADS = WARPS * LANES
@@ -70,9 +62,7 @@ def key_layout(channels: int) -> Any:
 
     A thread holds pairs of adjacent channels of a key; a warp's threads hold whole keys, in order.
     """
-    tiles: tuple[tuple[int, ...], ...] = ((64, channels), (64 // WARPS, channels))
-    tiles = (*tiles, (LANES * PAIR // channels, channels), (1, PAIR))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-8,), (-4, -3), -1, _check_canonical=False)
+    return tiles_layout(64, channels, PAIR)
 
 
 def scratch_of_counts(warpgroups: int = 1) -> Any:
@@ -91,51 +81,34 @@ def scratch_of_maximum(warpgroups: int) -> Any:
 # Barriers and reductions
 
 
-def barrier(*, interpret: bool) -> None:
+def barrier() -> None:
     """Waits for the other warps of the warpgroup; the interpreter runs them together."""
-    if not interpret:
-
-        @plgpu.inline_mgpu()
-        def wait(_: Any) -> None:
-            mgpu.warpgroup_barrier()
-
-        wait()
+    if not ops.is_interpreted():
+        mlir.emit()(mgpu.warpgroup_barrier)
 
 
-def program_barrier(*, interpret: bool) -> None:
+def program_barrier() -> None:
     """Waits for all warps of the thread block; the interpreter runs them together."""
-    if not interpret:
+    if not ops.is_interpreted():
 
-        @plgpu.inline_mgpu()
-        def wait(_: Any) -> None:
+        @mlir.emit()
+        def wait() -> None:
             gpu.barrier()
 
-        wait()
 
-
-def on_each_warp(body: Callable[[Any], None]) -> None:
-    """Runs `body(warp)` on each warp of a warpgroup, with the warp's index from 0 on.
-
-    Copies and barriers in `body` concern a single warp. All warps synchronize before and after it.
-    A `body` may use references and integers from outside.
-    """
-    plgpu.warp_map(body)
-
-
-def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool) -> Int[Array, ""]:
+def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any) -> Int[Array, ""]:
     """Returns the largest integer over one warpgroup; costs one barrier.
 
     Args:
       x: Integers in registers.
       scratch: `scratch_of_maximum()` in shared memory, which no warp is still reading.
       layout: Layout of `x`.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return jnp.max(x)
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=mlir.integer_type())
-    def largest(_: Any, x: Any, scratch: Any) -> Any:
+    @mlir.emit((x, layout), scratch, result=mlir.integer_type())
+    def largest(x: Any, scratch: Any) -> Any:
         own = functools.reduce(arith.maxsi, mlir.scalars(x))
         own = mlir.over_lanes(own, nvvm.ReductionKind.MAX)
         thread, warp = mlir.thread(), mlir.warp()
@@ -147,15 +120,11 @@ def maximum(x: Int[Array, "..."], scratch: Any, *, layout: Any, interpret: bool)
         theirs = memref.load(scratch, [mlir.index(other)])
         return mlir.as_array(mlir.over_lanes(theirs, nvvm.ReductionKind.MAX))
 
-    return largest(x, scratch)
+    return largest
 
 
 def first_not_finite(
-    parts: list[Float[Array, "64 _"]],
-    scratch: Any,
-    *,
-    start: Int[Array, ""] | None = None,
-    interpret: bool,
+    parts: list[Float[Array, "64 _"]], scratch: Any, *, start: Int[Array, ""] | None = None
 ) -> Int[Array, ""]:
     """Returns the first of 64 rows with a non-finite number, or 64; costs one barrier.
 
@@ -165,9 +134,8 @@ def first_not_finite(
       parts: Columns of the rows, of 16-bit floating-point numbers in an accumulator's layout.
       scratch: One integer in shared memory per warp, which no warp is still reading.
       start: First row to check, if not all.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         is_bad = functools.reduce(jnp.logical_or, [~jnp.isfinite(x).all(axis=1) for x in parts])
         if start is not None:
             is_bad = is_bad & (jnp.arange(64, dtype=jnp.int32) >= start)
@@ -176,19 +144,12 @@ def first_not_finite(
     layout = ops.ACCUMULATOR
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[parts[0].dtype.name]
 
-    starts = [] if start is None else [start]
+    own, starts = [(x, layout) for x in parts], [] if start is None else [start]
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            *[layout] * len(parts),
-            *[plgpu.Layout.WG_SPLAT(())] * len(starts),
-        ),
-        return_type=mlir.integer_type(),
-    )
-    def find(_: Any, scratch: Any, *arguments: Any) -> Any:
-        parts = arguments[: len(arguments) - len(starts)]
-        counted = [mlir.scalars(x)[0] for x in arguments[len(parts) :]]
+    @mlir.emit(scratch, *own, numbers=starts, result=mlir.integer_type())
+    def found(scratch: Any, *arguments: Any) -> Any:
+        count = len(arguments) - len(starts)
+        parts, counted = arguments[:count], arguments[count:]
         zero, nobody = mlir.constant(0), mlir.constant(64)
         first = nobody
         own = arith.andi(mlir.warp(), mlir.constant(WARPS - 1))
@@ -201,11 +162,11 @@ def first_not_finite(
             for register in (x for part in parts for x in list(part.registers.flat)[half::2]):
                 pair = mgpu.utils.bitcast(register, mlir.i32())
                 code = f"fma.rn.{kind} $0, $1, $2, $3;"
-                total = mgpu.utils.inline_ptx(code, pair, zero, total, result_types=mlir.i32())
-            is_bad = arith.cmpi(arith.CmpIPredicate.ne, total, zero)
+                total = mlir.run(code, pair, zero, total)
+            is_bad = mlir.compare("ne", total, zero)
             own_row = arith.addi(row, mlir.constant(8 * half))
             for least in counted:
-                counts = arith.cmpi(arith.CmpIPredicate.sge, own_row, least)
+                counts = mlir.compare("sge", own_row, least)
                 is_bad = arith.andi(is_bad, counts)
             first = arith.select(is_bad, own_row, first)
         first = mlir.over_lanes(first, nvvm.ReductionKind.MIN)
@@ -215,15 +176,11 @@ def first_not_finite(
         theirs = memref.load(scratch, [mlir.index(other)])
         return mlir.as_array(mlir.over_lanes(theirs, nvvm.ReductionKind.MIN))
 
-    return find(scratch, *parts, *starts)
+    return found
 
 
 def maxima(
-    arrays: tuple[Int[Array, "..."], Int[Array, "..."]],
-    scratch: Any,
-    *,
-    layout: Any,
-    interpret: bool,
+    arrays: tuple[Int[Array, "..."], Int[Array, "..."]], scratch: Any, *, layout: Any
 ) -> list[Int[Array, ""]]:
     """Returns the largest integer of two arrays over all warpgroups; costs one barrier.
 
@@ -231,15 +188,14 @@ def maxima(
       arrays: Two arrays in registers.
       scratch: `scratch_of_counts()` in shared memory, not used before.
       layout: Layout of both arrays.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return [jnp.max(x) for x in arrays]
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType()), return_type=[mlir.integer_type()] * 2
-    )
-    def largest(_: Any, first: Any, second: Any, scratch: Any) -> Any:
+    own = [(x, layout) for x in arrays]
+
+    @mlir.emit(*own, scratch, result=[mlir.integer_type()] * 2)
+    def largest(first: Any, second: Any, scratch: Any) -> Any:
         found = []
         for x in (first, second):
             own = functools.reduce(arith.maxsi, mlir.scalars(x))
@@ -248,35 +204,29 @@ def maxima(
         found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
         return [mlir.as_array(x) for x in found]
 
-    return largest(*arrays, scratch)
+    return largest
 
 
-def any_of_warp(flags: Bool[Array, "..."], *, layout: Any, interpret: bool) -> Int[Array, ""]:
+def any_of_warp(flags: Bool[Array, "..."], *, layout: Any) -> Int[Array, ""]:
     """Returns 1 if any flag of the warp is set, without waiting for other warps.
 
     Args:
       flags: Flags in registers.
       layout: Layout of the flags.
-      interpret: Whether the interpreter runs the kernel; it reduces over all warps.
     """
-    if interpret:
+    if ops.is_interpreted():
         return jnp.any(flags).astype(jnp.int32)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=mlir.integer_type())
-    def vote(_: Any, flags: Any) -> Any:
+    @mlir.emit((flags, layout), result=mlir.integer_type())
+    def vote(flags: Any) -> Any:
         is_set = functools.reduce(arith.ori, mlir.scalars(flags))
-        return mlir.as_array(arith.extui(mlir.i32(), mlir.is_any(is_set)))
+        return mlir.as_array(mlir.flag(mlir.is_any(is_set)))
 
-    return vote(flags)
+    return vote
 
 
 def write_sums(
-    matrix: Float[Array, "64 M"],
-    outs: list[Any],
-    first: Int[Array, ""],
-    turn: Int[Array, ""],
-    *,
-    interpret: bool,
+    matrix: Float[Array, "64 M"], outs: list[Any], first: Int[Array, ""], turn: Int[Array, ""]
 ) -> None:
     """Writes the sums of a matrix over its columns to a column of global memory.
 
@@ -286,25 +236,21 @@ def write_sums(
         columns, a multiple of eight.
       first: Target row of the first sum.
       turn: Target column, and the index of the writing thread among the four that share rows.
-      interpret: Whether the interpreter runs the kernel.
     """
     columns = matrix.shape[1] // len(outs)
-    if interpret:
+    if ops.is_interpreted():
         for index, out in enumerate(outs):
             own = jnp.sum(matrix[:, index * columns :][:, :columns], axis=1)
             out[pl.ds(first, own.size), turn] = own
         return
 
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(ops.ACCUMULATOR, *[plgpu.RefType()] * len(outs), *[scalar] * 2))
-    def write(_: Any, matrix: Any, *arguments: Any) -> None:
+    @mlir.emit((matrix, ops.ACCUMULATOR), *outs, numbers=(first, turn))
+    def _(matrix: Any, *arguments: Any) -> None:
         *outs, first, turn = arguments
-        first, turn = (mlir.scalars(x)[0] for x in (first, turn))
         lane, own = mlir.lane(), arith.andi(mlir.warp(), _int(WARPS - 1))
         row = arith.addi(arith.muli(own, _int(16)), arith.shrui(lane, _int(2)))
         start = arith.addi(first, row)
-        is_turn = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _int(3)), turn)
+        is_turn = mlir.compare("eq", arith.andi(lane, _int(3)), turn)
         for half in (0, 1):  # a thread's registers alternate between its row and the row 8 below
             for index, out in enumerate(outs):
                 registers = list(matrix.registers.flat)[half::2]
@@ -316,15 +262,13 @@ def write_sums(
                 with mgpu.when(is_turn):
                     memref.store(total, out, [mlir.index(place), mlir.index(turn)])
 
-    write(matrix, *outs, first, turn)
-
 
 def _both(register: ir.Value) -> list[ir.Value]:
     """Returns the two numbers of a register."""
     return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([x])) for x in range(2)]
 
 
-def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Array, "64 channels"]:
+def any_of_key(flags: Bool[Array, "64 channels"]) -> Bool[Array, "64 channels"]:
     """Returns, for every channel of a key, whether any of the key's flags is set.
 
     It takes one instruction per warp, which has whole keys; each lane has a bit for each of 16
@@ -332,18 +276,14 @@ def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Ar
 
     Args:
       flags: Flags by key and channel, in `key_layout`.
-      interpret: Whether the interpreter runs the kernel.
     """
     shape = flags.shape
-    if interpret:
+    if ops.is_interpreted():
         return jnp.broadcast_to(jnp.any(flags, axis=1, keepdims=True), shape)
     layout, together = key_layout(shape[1]), LANES * PAIR // shape[1]  # keys per warp register
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), layout),
-    )
-    def spread(_: Any, flags: Any) -> Any:
+    @mlir.emit((flags, layout), result=mlir.array_type(shape, jnp.bool_, layout))
+    def spread(flags: Any) -> Any:
         registers = mlir.scalars(flags)
         bits = mlir.constant(0)
         for place in range(0, len(registers), PAIR):
@@ -357,13 +297,13 @@ def any_of_key(flags: Bool[Array, "64 channels"], *, interpret: bool) -> Bool[Ar
         found = np.empty(flags.registers.size, dtype=object)
         for place in range(found.size):
             own = arith.andi(bits, mlir.constant(1 << (place * together)))
-            is_set = arith.cmpi(arith.CmpIPredicate.ne, own, mlir.constant(0))
+            is_set = mlir.compare("ne", own, 0)
             found[place] = vector.broadcast(flags.registers.flat[place].type, is_set)
         return mgpu.FragmentedArray(
             _registers=found.reshape(flags.registers.shape), _layout=flags.layout, _is_signed=False
         )
 
-    return spread(flags)
+    return spread
 
 
 def count_kept(
@@ -373,7 +313,6 @@ def count_kept(
     turn: Int[Array, ""],
     *,
     layout: Any,
-    interpret: bool,
 ) -> list[Int[Array, ""]]:
     """Counts the keys that are at least each of three limits; costs one barrier.
 
@@ -383,22 +322,17 @@ def count_kept(
       scratch: `scratch_of_counts()` in shared memory.
       turn: Alternately 0 and 1, so that no warp overwrites counts that another has yet to read.
       layout: Layout of the keys.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return [jnp.sum((keys >= limit).astype(jnp.int32)) for limit in limits]
-    scalar = plgpu.Layout.WG_SPLAT(())
+    numbers = (*limits, turn)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, *(scalar,) * 4, plgpu.RefType()),
-        return_type=[mlir.integer_type()] * 3,
-    )
-    def count(_: Any, keys: Any, first: Any, second: Any, third: Any, turn: Any, scratch: Any):
-        limits = [mlir.scalars(x)[0] for x in (first, second, third)]
-        counts = _emit_count(mlir.scalars(keys), limits, mlir.scalars(turn)[0], scratch)
-        return [mlir.as_array(x) for x in counts]
+    @mlir.emit((keys, layout), scratch, numbers=numbers, result=[mlir.integer_type()] * 3)
+    def counts(keys: Any, scratch: Any, *numbers: Any) -> Any:
+        *limits, turn = numbers
+        return [mlir.as_array(x) for x in _emit_count(mlir.scalars(keys), limits, turn, scratch)]
 
-    return count(keys, *limits, turn, scratch)
+    return counts
 
 
 def _emit_count(
@@ -452,7 +386,7 @@ def _over_warps(
     lane = mlir.lane()
     last = mlir.constant(_warps(scratch) - 1)
     theirs = memref.load(scratch, [mlir.index(arith.addi(start, arith.minsi(lane, last)))])
-    is_one = arith.cmpi(arith.CmpIPredicate.slt, lane, number)
+    is_one = mlir.compare("slt", lane, number)
     theirs = arith.select(is_one, theirs, mlir.constant(identity))
     return mlir.over_lanes(theirs, kind)
 
@@ -473,33 +407,28 @@ def _wait(scratch: ir.Value) -> None:
 # Writing a row, or its kept columns, to global memory
 
 
-def write_row(values: Array, columns: Array, ref: Any, *, layout: Any, interpret: bool) -> None:
+def write_row(values: Array, columns: Array, ref: Any, *, layout: Any) -> None:
     """Writes a row's values to global memory, except columns beyond its end."""
-    if interpret:
+    if ops.is_interpreted():
         ref[...] = values.reshape(-1)[: ref.shape[0]]
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
-    def write(_: Any, values: Any, columns: Any, ref: Any) -> None:
+    @mlir.emit((values, layout), (columns, layout), ref)
+    def write(values: Any, columns: Any, ref: Any) -> None:
         limit = mlir.constant(ir.MemRefType(ref.type).shape[0])
         for value, column in zip(mlir.scalars(values), mlir.scalars(columns), strict=True):
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
+            with mgpu.when(mlir.compare("slt", column, limit)):
                 memref.store(value, ref, [mlir.index(column)])
 
-    write(values, columns, ref)
 
-
-def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array:
+def read_row(columns: Array, ref: Any, *, layout: Any) -> Array:
     """Reads a row of floats from global memory, with zeros in columns beyond its end."""
-    if interpret:
+    if ops.is_interpreted():
         row = ref[...]
         return jnp.pad(row, (0, columns.size - row.shape[0])).reshape(columns.shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(columns.shape, jnp.dtype(jnp.float32), layout),
-    )
-    def read(_: Any, columns: Any, ref: Any) -> Any:
+    @mlir.emit((columns, layout), ref, result=mlir.array_type(columns.shape, jnp.float32, layout))
+    def read(columns: Any, ref: Any) -> Any:
         limit = ir.MemRefType(ref.type).shape[0]
         # Compute addresses here: the compiler would keep all of them until the row is written.
         code = (
@@ -513,19 +442,17 @@ def read_row(columns: Array, ref: Any, *, layout: Any, interpret: bool) -> Array
         ]
         return as_row(values, columns.shape, layout)
 
-    return read(columns, ref)
+    return read
 
 
 def write_places(values: Array, places: Array, ref: Any, *, layout: Any) -> None:
     """Writes values to flat indices of global memory; negative indices are skipped."""
 
-    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
-    def write(_: Any, values: Any, places: Any, ref: Any) -> None:
+    @mlir.emit((values, layout), (places, layout), ref)
+    def write(values: Any, places: Any, ref: Any) -> None:
         for value, place in zip(mlir.scalars(values), mlir.scalars(places), strict=True):
             code = "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p st.global.f32 [$0], $2; }"
             mgpu.utils.inline_ptx(code, mlir.address(ref, place), place, value)
-
-    write(values, places, ref)
 
 
 def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) -> None:
@@ -538,8 +465,8 @@ def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) ->
       layout: Layout of the arrays and of the places.
     """
 
-    @plgpu.inline_mgpu(arg_types=(*[layout] * ADJACENT, layout, plgpu.RefType()))
-    def write(_: Any, *arguments: Any) -> None:
+    @mlir.emit(*((x, layout) for x in (*values, places)), ref)
+    def _(*arguments: Any) -> None:
         *values, places, ref = arguments
         code = (
             "{ .reg .pred p; .reg .b32 x, y; setp.ge.s32 p, $1, 0; cvt.rn.bf16x2.f32 x, $3, $2; "
@@ -549,8 +476,6 @@ def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) ->
         for four, place in zip(columns, mlir.scalars(places), strict=True):
             start = mlir.address(ref, arith.muli(place, mlir.constant(ADJACENT)))
             mgpu.utils.inline_ptx(code, start, place, *four)
-
-    write(*values, places, ref)
 
 
 def write_kept(
@@ -564,7 +489,6 @@ def write_kept(
     *,
     pad: int,
     layout: Any,
-    interpret: bool,
 ) -> None:
     """Writes the columns whose key is at least `upper`, and the first `missing` equal to `lower`.
 
@@ -578,25 +502,17 @@ def write_kept(
       scratch: `scratch_of_counts()` in shared memory.
       pad: Value of the entries beyond `count`.
       layout: Layout of the keys.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         _write_kept_interpreted(keys.reshape(-1), lower, upper, missing, ids_ref, pad)
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
-    reference = plgpu.RefType()
+    numbers = (lower, upper, missing, count)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, scalar, scalar, scalar, scalar, reference, reference),
-    )
-    def write(
-        _: Any, keys: Any, lower: Any, upper: Any, missing: Any, count: Any, ids: Any, scratch: Any
-    ) -> None:
-        lower, upper, missing, count = (mlir.scalars(x)[0] for x in (lower, upper, missing, count))
+    @mlir.emit((keys, layout), ids_ref, scratch, numbers=numbers)
+    def _(keys: Any, ids: Any, scratch: Any, *numbers: Any) -> None:
+        lower, upper, missing, count = numbers
         _emit_write_kept(keys, lower, upper, missing, ids, scratch)
         _emit_fill(ids, count, pad, step=LANES * _warps(scratch))
-
-    write(keys, lower, upper, missing, count, ids_ref, scratch)
 
 
 def _write_kept_interpreted(
@@ -631,8 +547,8 @@ def _emit_write_kept(
     """
 
     def tests(key: ir.Value) -> tuple[ir.Value, ir.Value]:
-        above = arith.cmpi(arith.CmpIPredicate.sge, key, upper)
-        return above, arith.cmpi(arith.CmpIPredicate.eq, key, lower)
+        above = mlir.compare("sge", key, upper)
+        return above, mlir.compare("eq", key, lower)
 
     def count(keys: list[ir.Value], step: int, before: list[ir.Value]) -> list[ir.Value]:
         for key in keys:
@@ -677,7 +593,7 @@ def _emit_write_kept(
             sums = list(map(arith.addi, sums, _byte_of(totals, place)))
             for index, key in enumerate(group):
                 is_above, is_tied = tests(key)
-                has_room = arith.cmpi(arith.CmpIPredicate.slt, tied_before, missing)
+                has_room = mlir.compare("slt", tied_before, missing)
                 with mgpu.when(arith.ori(is_above, arith.andi(is_tied, has_room))):
                     target = arith.addi(above_before, arith.minsi(tied_before, missing))
                     own_column = arith.addi(column, mlir.constant(index))
@@ -735,13 +651,7 @@ def _emit_fill(ids: ir.Value, count: ir.Value, pad: int, *, step: int) -> None:
 
 
 def add_parts(
-    part_ref: Any,
-    exponent_ref: Any,
-    *,
-    height: int,
-    num_tiles: int,
-    is_triangle: bool,
-    interpret: bool,
+    part_ref: Any, exponent_ref: Any, *, height: int, num_tiles: int, is_triangle: bool
 ) -> tuple[Float[Array, "height columns"], Int[Array, "height columns"]]:
     """Adds up the parts of a row's tiles, each of which has floats and one power of two.
 
@@ -753,40 +663,25 @@ def add_parts(
       height: Tiles per warpgroup.
       num_tiles: Number of existing tiles.
       is_triangle: Whether tile `t` only has parts from split `t // 2` on.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       Sums and their exponents, in `tiles_layout(height, columns)`.
     """
-    if interpret:
+    if ops.is_interpreted():
         return _add_parts_interpreted(part_ref, exponent_ref, height, num_tiles, is_triangle)
     shape = (height, part_ref.shape[-1])
     layout = tiles_layout(*shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=[
-            plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
-            for dtype in (jnp.float32, jnp.int32)
-        ],
-    )
-    def add(_: Any, parts: Any, exponents: Any) -> Any:
-        found = _emit_add_parts(parts, exponents, height, num_tiles, is_triangle)
-        arrays = []
-        for values, is_signed in zip(zip(*found, strict=True), (None, True), strict=True):
-            registers = np.empty(len(values), dtype=object)
-            registers[:] = values
-            target = layout.to_mgpu()
-            arrays.append(
-                mgpu.FragmentedArray(
-                    _registers=registers.reshape(target.registers_shape(shape)),
-                    _layout=target,
-                    _is_signed=is_signed,
-                )
-            )
-        return arrays
+    kinds = [mlir.array_type(shape, dtype, layout) for dtype in (jnp.float32, jnp.int32)]
 
-    total, exponents = add(part_ref, exponent_ref)
+    @mlir.emit(part_ref, exponent_ref, result=kinds)
+    def sums(parts: Any, exponents: Any) -> Any:
+        found = _emit_add_parts(parts, exponents, height, num_tiles, is_triangle)
+        signs = (None, True)
+        both = zip(zip(*found, strict=True), signs, strict=True)
+        return [mlir.of_registers(x, shape, layout, is_signed=sign) for x, sign in both]
+
+    total, exponents = sums
     return total, exponents
 
 
@@ -828,7 +723,7 @@ def _emit_add_parts(
     for pair in range(height // (WARPS * 2)):
         tile = arith.addi(first, mlir.constant(2 * pair))
         least = arith.shrui(tile, mlir.constant(1)) if is_triangle else mlir.constant(0)
-        is_tile = arith.cmpi(arith.CmpIPredicate.slt, tile, mlir.constant(num_tiles))
+        is_tile = mlir.compare("slt", tile, num_tiles)
         least = arith.select(is_tile, least, mlir.constant(num_splits))
         place = arith.addi(arith.muli(tile, mlir.constant(columns)), column)
         start = mlir.address(parts, place)
@@ -860,7 +755,7 @@ def _sum_of_tile(
     none = mlir.constant(NO_EXPONENT)
     shifts = []
     for split in range(num_splits):
-        is_there = arith.cmpi(arith.CmpIPredicate.sle, least, mlir.constant(split))
+        is_there = mlir.compare("sle", least, split)
         shifts.append(arith.select(is_there, exponents[split], none))
     # Above the exponent of a missing part, whose factor is then 0.
     largest = functools.reduce(arith.maxsi, shifts, mlir.constant(NO_EXPONENT // 2))
@@ -893,19 +788,13 @@ def _load(
         f"@p ld.global.v{number}.{name} {{{targets}}}, [${number} + {offset}]; }}"
     )
     # Side effects keep the load behind the wait for the kernel that writes the numbers.
-    return list(
-        mgpu.utils.inline_ptx(
-            code, pointer, least, result_types=[kind] * number, has_side_effects=True
-        )
-    )
+    return mlir.ptx(code, pointer, least, kinds=[kind] * number)
 
 
 # Adding up a row over heads
 
 
-def read_powers(
-    power_ref: Any, there: Int[Array, ""], *, height: int, columns: int, interpret: bool
-) -> list[Array]:
+def read_powers(power_ref: Any, there: Int[Array, ""], *, height: int, columns: int) -> list[Array]:
     """Starts to read the rows of the first heads, as many as fit in registers.
 
     Args:
@@ -913,7 +802,6 @@ def read_powers(
       there: Number of existing columns in all warpgroups; later ones give arbitrary numbers.
       height: Tiles per warpgroup.
       columns: Columns per tile.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       The argument `read` of `add_powers`, in `tiles_layout(height, columns)`: words of two columns.
@@ -922,26 +810,24 @@ def read_powers(
     of_head = height * columns // (THREADS * _PACKED)
     # Prefetch nothing of long rows: computing the factors needs the registers.
     number = min(power_ref.shape[0], _AHEAD // of_head) if of_head <= _MOST_AHEAD else 0
-    if interpret:
+    if ops.is_interpreted():
         return [power_ref[head, :].reshape(shape) for head in range(number)]
     if not number:
         return []
     held = (height, columns // _PACKED)
     layout = tiles_layout(*held, ADJACENT // _PACKED)
-    result = plgpu.ShapeDtypeStruct(held, jnp.dtype(jnp.int32), layout)
+    kinds = [mlir.array_type(held, jnp.int32, layout)] * number
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=[result] * number
-    )
-    def read(_: Any, powers: Any, there: Any) -> Any:
-        place = _places_of_tiles(powers, mlir.scalars(there)[0], shape)
+    @mlir.emit(power_ref, numbers=[there], result=kinds)
+    def read(powers: Any, there: Any) -> Any:
+        place = _places_of_tiles(powers, there, shape)
         rows = [
             [x for start, unread, _ in place for x in _load_power(powers, start, unread, head)]
             for head in range(number)
         ]
         return [as_row(row, held, layout) for row in rows]
 
-    return list(read(power_ref, there))
+    return list(read)
 
 
 def add_powers(
@@ -953,7 +839,6 @@ def add_powers(
     height: int,
     columns: int,
     part: int,
-    interpret: bool,
 ) -> Float[Array, "height columns"]:
     """Adds up the rows of all heads, with a factor per part of each row.
 
@@ -965,13 +850,12 @@ def add_powers(
       height: Tiles per warpgroup.
       columns: Columns per tile.
       part: Columns per part, a multiple of four.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       The sums, in `tiles_layout(height, columns)`.
     """
     shape = (height, columns)
-    if interpret:
+    if ops.is_interpreted():
         powers = power_ref[...].astype(jnp.float32)
         places = jnp.arange(powers.shape[1], dtype=jnp.int32) // part
         weights = jnp.take(factors[: powers.shape[0], :], places, axis=1, mode="clip")
@@ -979,13 +863,12 @@ def add_powers(
     layout, words_of_four = tiles_layout(*shape), ADJACENT // _PACKED
     held_layout = tiles_layout(height, columns // _PACKED, words_of_four)
 
-    @plgpu.inline_mgpu(
-        arg_types=(*[held_layout] * len(read), *[plgpu.RefType()] * 2, plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
-    )
-    def add(_: Any, *arguments: Any) -> Any:
+    given, kind = [(x, held_layout) for x in read], mlir.array_type(shape, jnp.float32, layout)
+
+    @mlir.emit(*given, power_ref, factors, numbers=[there], result=kind)
+    def sums(*arguments: Any) -> Any:
         *rows, powers, factors, there = arguments
-        places = _places_of_tiles(powers, mlir.scalars(there)[0], shape)
+        places = _places_of_tiles(powers, there, shape)
         held = [mlir.scalars(row) for row in rows]
         found: list[ir.Value] = []
         for index, (start, unread, column) in enumerate(places):
@@ -994,7 +877,7 @@ def add_powers(
             found += _sum_of_heads(powers, factors, first, start, unread, column, part)
         return as_row(found, shape, layout)
 
-    return add(*read, power_ref, factors, there)
+    return sums
 
 
 def _sum_of_heads(
@@ -1020,7 +903,7 @@ def _sum_of_heads(
     num_heads = ir.MemRefType(powers.type).shape[0]
     # Clamp missing columns to an existing part.
     own = arith.shrui(column, mlir.constant(part.bit_length() - 1))
-    own = mlir.index(arith.select(_is_one(unread), mlir.constant(0), own))
+    own = mlir.index(arith.select(mlir.compare("eq", unread, 1), mlir.constant(0), own))
     totals = [arith.constant(ir.F32Type.get(), 0.0)] * ADJACENT
     for first in range(0, num_heads, _HEADS_AT_ONCE):
         heads = range(first, min(first + _HEADS_AT_ONCE, num_heads))
@@ -1047,14 +930,10 @@ def _places_of_tiles(
     """Returns for each four adjacent columns: their address, 1 if none exists, first column."""
     found = []
     for column in _tile_places(*shape):
-        is_there = arith.cmpi(arith.CmpIPredicate.slt, column, there)
+        is_there = mlir.compare("slt", column, there)
         unread = arith.select(is_there, mlir.constant(0), mlir.constant(1))
         found.append((mlir.address(powers, column), unread, column))
     return found
-
-
-def _is_one(flag: ir.Value) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, flag, mlir.constant(1))
 
 
 def _tile_places(height: int, columns: int) -> list[ir.Value]:
@@ -1073,17 +952,12 @@ def _tile_places(height: int, columns: int) -> list[ir.Value]:
 
 def as_row(values: list[ir.Value], shape: tuple[int, ...], layout: Any) -> mgpu.FragmentedArray:
     """Wraps a thread's numbers, with adjacent columns in order, as an array."""
-    target = layout.to_mgpu()
-    adjacent = target.vector_length
+    adjacent = layout.to_mgpu().vector_length
     kind = ir.VectorType.get((adjacent,), values[0].type)
     groups = [values[start : start + adjacent] for start in range(0, len(values), adjacent)]
-    registers = np.empty(len(groups), dtype=object)
-    registers[:] = [vector.from_elements(kind, group) for group in groups]
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(target.registers_shape(shape)),
-        _layout=target,
-        _is_signed=None if isinstance(values[0].type, ir.F32Type) else True,
-    )
+    registers = [vector.from_elements(kind, group) for group in groups]
+    is_signed = None if isinstance(values[0].type, ir.F32Type) else True
+    return mlir.of_registers(registers, shape, layout, is_signed=is_signed)
 
 
 _int = mlir.constant

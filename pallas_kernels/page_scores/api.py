@@ -101,7 +101,7 @@ def page_scores_of_kernels(
     grouped = jnp.moveaxis(grouped, 3, 1).reshape(batch, kv_heads, num_rows, wanted, channels)
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
     grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
-    score_tile = (_score_tile if is_ampere else _hopper_scores)(
+    score_tile = _score_tile(
         codes,
         kv_lengths,
         wanted=wanted,
@@ -127,40 +127,6 @@ def page_scores_of_kernels(
     return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
 
 
-def _hopper_scores(
-    codes: Any,
-    kv_lengths: Int[Array, "B"],
-    *,
-    wanted: int,
-    per_row: int,
-    scale: float,
-    exponent: int,
-    interpret: bool,
-) -> Callable[..., Float[Array, "B K parts Q P"]]:
-    """Returns a function that scores queries `[B K M C]` on Hopper, without the norm's root."""
-    from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
-    from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import (
-        dequantize_kernel,
-    )
-
-    stack, layer = codes.stack, codes.layer
-    beside = dequantize_kernel(
-        stack.code, stack.step, layer=layer, lengths=kv_lengths, interpret=interpret
-    )
-    own_centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
-    more = -own_centre.shape[1] % kernel.STEP
-    centre = jnp.pad(own_centre, ((0, 0), (0, more), (0, 0), (0, 0)))
-
-    def score(own: Array, first_row: Array) -> Array:
-        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
-        peaks, factor = kernel.hopper_max_logits_kernel(own, beside, wanted=wanted, **where)
-        return kernel.hopper_page_scores_kernel(
-            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
-        )
-
-    return score
-
-
 def _score_tile(
     codes: Any,
     kv_lengths: Int[Array, "B"],
@@ -171,23 +137,35 @@ def _score_tile(
     exponent: int,
     interpret: bool,
 ) -> Callable[..., Float[Array, "B K parts Q P"]]:
-    """Returns the same function as `_hopper_scores`, for GPUs from Ampere on."""
-    from sketchwalk_jax.pallas_kernels.page_scores.max_logits import max_logits_kernel
-    from sketchwalk_jax.pallas_kernels.page_scores.prompt_scores import page_scores_kernel
-
+    """Returns a function that scores queries `[B K M C]`, without the norm's root."""
     stack, layer = codes.stack, codes.layer
     centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
+    keys: dict[str, Any] = {"layer": layer, "lengths": kv_lengths}
+    norm: dict[str, Any] = {"scale": scale, "exponent": exponent}
+    where: dict[str, Any] = {"per_row": per_row, "interpret": interpret}
+    if dispatch.kernels_here() == "ampere":
+        from sketchwalk_jax.pallas_kernels.page_scores.max_logits import max_logits_kernel
+        from sketchwalk_jax.pallas_kernels.page_scores.prompt_scores import page_scores_kernel
 
-    def score(own: Array, first_row: Array) -> Array:
-        where: dict[str, Any] = {"first_row": first_row, "per_row": per_row, "interpret": interpret}
-        twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
-        given = (stack.code, stack.step)
-        peaks = max_logits_kernel(twice, *given, layer=layer, lengths=kv_lengths, **where)
-        return page_scores_kernel(
-            peaks, factor, own, centre, scale=scale, exponent=exponent, **where
-        )
+        def score(own: Array, first_row: Array) -> Array:
+            rows = where | {"first_row": first_row}
+            twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
+            peaks = max_logits_kernel(twice, stack.code, stack.step, **keys, **rows)
+            return page_scores_kernel(peaks, factor, own, centre, **norm, **rows)
 
-    return score
+        return score
+    from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
+    from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import dequantize_kernel
+
+    beside = dequantize_kernel(stack.code, stack.step, **keys, interpret=interpret)
+    centre = jnp.pad(centre, ((0, 0), (0, -centre.shape[1] % kernel.STEP), (0, 0), (0, 0)))
+
+    def hopper_score(own: Array, first_row: Array) -> Array:
+        rows = where | {"first_row": first_row}
+        peaks, factor = kernel.hopper_max_logits_kernel(own, beside, wanted=wanted, **rows)
+        return kernel.hopper_page_scores_kernel(peaks, factor, own, centre, **norm, **rows)
+
+    return hopper_score
 
 
 def doubled_queries(

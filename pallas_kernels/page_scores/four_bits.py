@@ -9,22 +9,17 @@ A pair is in bytes 0 and 2 of a word, or in bytes 1 and 3; a byte's low four bit
 the first half, its high four bits one of the second half (`BlockCodes`).
 """
 
-from typing import Any
-
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
-
-# The module's type annotations lack the operands of its functions.
-arith: Any = typed_arith
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 
 LOW, HIGH = 0, 1  # halves of the channels, and of a byte
 NO_STEP = -128  # scale exponent of a block without keys
-_BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
-_MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
+BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
+MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
 _STEP_BIAS = (14, 10)  # float16 exponent bias of half the scale, and of a 32nd of it
-_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152, in units of these scales
+EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152, in units of these scales
 
 
 def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]:
@@ -41,7 +36,7 @@ def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]
             bias = _STEP_BIAS[half]
             x = arith.addi(x, _int(bias << 16 | bias))
             x = arith.shli(arith.andi(x, _int(0x001F001F)), _int(10))
-            code = f"{{ .reg .b32 x; mov.b32 x, {_EXCESS[half]}; mul.rn.f16x2 $0, $1, x; }}"
+            code = f"{{ .reg .b32 x; mov.b32 x, {EXCESS[half]}; mul.rn.f16x2 $0, $1, x; }}"
             found.append((x, mlir.run(code, x)))
     return found
 
@@ -49,7 +44,7 @@ def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]
 def numbers(word: ir.Value, half: int, factor: ir.Value, excess: ir.Value) -> ir.Value:
     """Dequantizes bytes 0 and 2 of a word to float16, with half the scales."""
     code = (
-        f"{{ .reg .b32 x; lop3.b32 x, $1, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
+        f"{{ .reg .b32 x; lop3.b32 x, $1, {BITS[half]}, {MAGIC[half]}, 0x6a; "
         "fma.rn.f16x2 $0, x, $2, $3; }"
     )
     return mlir.run(code, word, factor, excess)
@@ -71,7 +66,7 @@ def in_pairs(numbers: list[ir.Value]) -> list[ir.Value]:
 def is_empty(steps: list[ir.Value]) -> ir.Value:
     """Whether a block has no key, from words of its scale exponents."""
     byte = arith.andi(steps[0], _int(0xFF))
-    return arith.cmpi(arith.CmpIPredicate.eq, byte, _int(NO_STEP & 0xFF))
+    return mlir.compare("eq", byte, NO_STEP & 0xFF)
 
 
 _int = mlir.constant

@@ -54,7 +54,7 @@ _COMPUTING = 4  # computing warpgroups of the first kernel
 _REGISTERS = (32, 112)  # per loading thread, and per computing thread
 _KEY_STAGES = 4  # groups of keys in shared memory
 _WARPGROUPS = 2  # warpgroups of the second kernel, which share the blocks' zero points
-_PART = 32  # queries per warpgroup
+PART = 32  # queries per warpgroup of the second kernel; on other GPUs per warp
 _STEP = 64  # blocks per step
 _STAGES = 2  # steps in shared memory, a power of two
 _PAGES = max_logits.PAGES
@@ -73,29 +73,10 @@ def queries_per_row(wanted: int) -> int:
       >>> [queries_per_row(count) for count in (3, 12, 28, 56)]
       [8, 16, 32, 64]
     """
-    return next((one for one in (8, 16) if wanted <= one), -(-wanted // _PART) * _PART)
+    return next((one for one in (8, 16) if wanted <= one), -(-wanted // PART) * PART)
 
 
 # Page max logits
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PeaksTiling:
-    """Static parameters of a call of the first kernel.
-
-    Attributes:
-      tiles: Thread blocks per key/value head.
-      per_row: Queries per row, with padding.
-      wanted: Queries per row, without padding.
-      groups: Number of groups of keys.
-      interpret: Whether the interpreter runs the kernel.
-    """
-
-    tiles: int
-    per_row: int
-    wanted: int
-    groups: int
-    interpret: bool
 
 
 def _peaks(
@@ -105,7 +86,8 @@ def _peaks(
     out: Any,
     factor: Any,
     *,
-    tiling: _PeaksTiling,
+    per_row: int,
+    wanted: int,
     queries: Any,
     keys: Any,
     found: Any,
@@ -116,10 +98,12 @@ def _peaks(
     """Runs one thread block: a loader and the computing warpgroups."""
     warpgroup = jax.lax.axis_index("warpgroup")
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    tile = tiling.tiles - 1 - jax.lax.axis_index("tile")  # tiles with many blocks come first
-    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, tiling.per_row)
+    # Tiles with many blocks come first.
+    tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
+    num_groups = key.shape[2]
     # Write whole groups; numbers beyond the last row are never used.
-    groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, tiling.groups)
+    groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, num_groups)
     share_registers = functools.partial(ops.share_registers, *_REGISTERS, num_computing=_COMPUTING)
 
     @pl.when(warpgroup == _COMPUTING)
@@ -133,7 +117,7 @@ def _peaks(
             def _() -> None:
                 plgpu.barrier_wait(freed.at[slot])
 
-            own = key.at[batch, kv_head, jnp.minimum(group, tiling.groups - 1)]
+            own = key.at[batch, kv_head, jnp.minimum(group, num_groups - 1)]
             plgpu.copy_gmem_to_smem(own, keys.at[slot], filled.at[slot])
             return nothing
 
@@ -152,11 +136,11 @@ def _peaks(
         place = tile * TILE + warpgroup * _QUERIES
         place = place + plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=max_logits.BY_ROW)
         # NaN excludes the padding of rows.
-        factors = jnp.where(jax.lax.rem(place, tiling.per_row) < tiling.wanted, factors, jnp.nan)
+        factors = jnp.where(jax.lax.rem(place, per_row) < wanted, factors, jnp.nan)
         ops.write(factor.at[batch, kv_head, own], factors)
 
         plgpu.barrier_wait(filled.at[0])
-        max_logits.begin(mine, keys.at[0], interpret=tiling.interpret)
+        max_logits.begin(mine, keys.at[0])
 
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
@@ -172,7 +156,6 @@ def _peaks(
                     keys.at[after],
                     found.at[warpgroup, buffer, pages],
                     step=step,
-                    interpret=tiling.interpret,
                 )
             plgpu.barrier_arrive(freed.at[slot])
             plgpu.commit_smem()
@@ -180,7 +163,7 @@ def _peaks(
             target = out.at[batch, kv_head, pl.ds(index * of_group, of_group), own]
             plgpu.copy_smem_to_gmem(found.at[warpgroup, buffer], target)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous group's copy
-            max_logits.settle(interpret=tiling.interpret)
+            max_logits.settle()
             return ()
 
         jax.lax.fori_loop(0, groups, group, ())
@@ -215,18 +198,11 @@ def hopper_max_logits_kernel(
     """
     batch, kv_heads, num_queries, channels = query.shape
     groups, lines = key.shape[2:4]
-    tiling = _PeaksTiling(
-        tiles=num_queries // TILE,
-        per_row=per_row,
-        wanted=wanted,
-        groups=groups,
-        interpret=interpret,
-    )
     shape = (batch, kv_heads, -(-groups * _GROUP // _STEP) * _STEP * _PAGES, num_queries)
     found = (_COMPUTING, 2, _GROUP * _PAGES, _QUERIES)
     row = channels * query.dtype.itemsize
     kernel = ops.kernel(
-        functools.partial(_peaks, tiling=tiling),
+        functools.partial(_peaks, per_row=per_row, wanted=wanted),
         out_type=(
             jax.ShapeDtypeStruct(shape, jnp.float16),
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
@@ -239,12 +215,12 @@ def hopper_max_logits_kernel(
             "freed": plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=_KEY_STAGES),
             "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=_COMPUTING),
         },
-        grid=(tiling.tiles, kv_heads, batch),
+        grid=(num_queries // TILE, kv_heads, batch),
         grid_names=("tile", "kv_head", "batch"),
         num_threads=_COMPUTING + 1,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="block_peaks",
     )
     return kernel(query, key, first_row.astype(jnp.int32))
@@ -254,8 +230,8 @@ def hopper_max_logits_kernel(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ScoresTiling:
-    """Static parameters of a call of the second kernel.
+class ScoresTiling:
+    """Static parameters of a call of the second kernel, on any GPU.
 
     Attributes:
       programs: Thread blocks per key/value head.
@@ -263,7 +239,6 @@ class _ScoresTiling:
       blocks: Blocks, a multiple of 64.
       factor: Factor of the products times `log2(e)`.
       exponent: Order of the norm.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     programs: int
@@ -271,17 +246,21 @@ class _ScoresTiling:
     blocks: int
     factor: float
     exponent: int
-    interpret: bool
 
     @property
     def rows(self) -> int:
-        """Rows per warpgroup."""
-        return max(1, _PART // self.per_row)
+        """Rows per 32 queries."""
+        return max(1, PART // self.per_row)
 
     @property
     def parts(self) -> int:
-        """Warpgroups per row."""
-        return max(1, self.per_row // _PART)
+        """Parts of a row, of 32 queries each."""
+        return max(1, self.per_row // PART)
+
+    @property
+    def limit(self) -> float:
+        """Bound on the magnitude of products; larger ones are masked."""
+        return LARGEST_LOGIT * math.log2(math.e) / self.factor
 
 
 def _scores(
@@ -292,7 +271,7 @@ def _scores(
     first_row: Any,
     out: Any,
     *,
-    tiling: _ScoresTiling,
+    tiling: ScoresTiling,
     queries: Any,
     centres: Any,
     tiles: Any,
@@ -306,12 +285,12 @@ def _scores(
     program = tiling.programs - 1 - jax.lax.axis_index("program")
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     place = program * _WARPGROUPS + warpgroup
-    first = jax.lax.div(place * _PART, tiling.per_row)  # index of its first row in the call
+    first = jax.lax.div(place * PART, tiling.per_row)  # index of its first row in the call
     part = jax.lax.rem(place, tiling.parts)
-    last_query = (program + 1) * _WARPGROUPS * _PART - 1  # of both warpgroups
+    last_query = (program + 1) * _WARPGROUPS * PART - 1  # of both warpgroups
     last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
     steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
-    shape, own = (_STEP, _PART), pl.ds(place * _PART, _PART)
+    shape, own = (_STEP, PART), pl.ds(place * PART, PART)
     mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
 
     def load(step: Any, *, waits: Any) -> None:
@@ -359,14 +338,14 @@ def _scores(
             accumulator.add_product(centres.at[slot], right)
             return accumulator.load()
 
-        found = ops.with_accumulator(product, shape, interpret=tiling.interpret)
+        found = ops.with_accumulator(product, shape)
 
         @pl.when((following >= 0) & (following < steps))
         def _() -> None:
             plgpu.barrier_arrive(freed.at[slot])
 
         # After this, the previous step's slot may be filled again: all warps have read it.
-        row_ops.barrier(interpret=tiling.interpret)
+        row_ops.barrier()
         return found
 
     def of_page(step: Any, page: Any, shared: Any) -> Any:
@@ -385,9 +364,7 @@ def _scores(
         def add(page: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             more, is_far = state
             away = (of_page(step, page, seen) - reference) * tiling.factor
-            is_farther = row_ops.any_of_warp(
-                away > _SLACK, layout=ops.ACCUMULATOR, interpret=tiling.interpret
-            )
+            is_farther = row_ops.any_of_warp(away > _SLACK, layout=ops.ACCUMULATOR)
             more = more + jnp.where(away <= _SLACK, jnp.exp2(away), 0.0)
             return more, is_far | is_farther
 
@@ -401,7 +378,7 @@ def _scores(
         def move() -> tuple[Any, Any]:
             def values(page: Any) -> tuple[Any, Any]:
                 found = of_page(step, page, seen)
-                return found, jnp.abs(found) < LARGEST_LOGIT * math.log2(math.e) / tiling.factor
+                return found, jnp.abs(found) < tiling.limit
 
             def raise_(page: Any, higher: Any) -> Any:
                 found, counts = values(page)
@@ -422,9 +399,7 @@ def _scores(
 
     start = (ops.full(shape, FIRST_MAXIMUM / tiling.factor), ops.full(shape, 0.0))
     reference, total = jax.lax.fori_loop(0, steps, gather, start)
-    over_rows = functools.partial(
-        ops.over_rows, scratch=meeting.at[warpgroup], interpret=tiling.interpret
-    )
+    over_rows = functools.partial(ops.over_rows, scratch=meeting.at[warpgroup])
     highest = over_rows(reference, "max")
     below = (reference - ops.spread(highest, shape, 1)) * tiling.factor
     total = over_rows(total * jnp.exp2(below), "add")
@@ -446,7 +421,7 @@ def _scores(
             away = of_page(step, page, shared) - offset
             away = away * (tiling.factor * tiling.exponent) - common
             parts = jnp.where(away <= 1.0, jnp.exp2(away), 0.0)
-            row_ops.write_sums(parts, outs, step * _STEP, page, interpret=tiling.interpret)
+            row_ops.write_sums(parts, outs, step * _STEP, page)
             return ()
 
         jax.lax.fori_loop(0, _PAGES, write, ())
@@ -484,25 +459,24 @@ def hopper_page_scores_kernel(
       Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block.
     """
     batch, kv_heads, num_queries, channels = query.shape
-    tiling = _ScoresTiling(
-        programs=num_queries // (_WARPGROUPS * _PART),
+    tiling = ScoresTiling(
+        programs=num_queries // (_WARPGROUPS * PART),
         per_row=per_row,
         blocks=centre.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
-        interpret=interpret,
     )
     shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks, _PAGES)
     peaks = peaks.reshape(batch, kv_heads, tiling.blocks, _PAGES, num_queries)
-    tile = (_WARPGROUPS, _STAGES, _PAGES, _STEP, _PART)
+    tile = (_WARPGROUPS, _STAGES, _PAGES, _STEP, PART)
     swizzle = channels * query.dtype.itemsize
     kernel = ops.kernel(
         functools.partial(_scores, tiling=tiling),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
-            "queries": ops.tiled((_WARPGROUPS, _PART, channels), query.dtype, swizzle=swizzle),
+            "queries": ops.tiled((_WARPGROUPS, PART, channels), query.dtype, swizzle=swizzle),
             "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
-            "tiles": ops.tiled(tile, peaks.dtype, swizzle=2 * _PART),
+            "tiles": ops.tiled(tile, peaks.dtype, swizzle=2 * PART),
             "meeting": ops.scratch_of_rows(_WARPGROUPS),
             "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS * _PAGES + 1, num_barriers=_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
@@ -513,7 +487,7 @@ def hopper_page_scores_kernel(
         num_threads=_WARPGROUPS,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(approx_math=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="block_scores",
     )
     found = kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))

@@ -20,17 +20,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 from sketchwalk_jax.pallas_kernels.page_scores import hopper_max_logits as max_logits
-
-# The module's type annotations lack the operands of its functions.
-arith: Any = typed_arith
+from sketchwalk_jax.pallas_kernels.page_scores.four_bits import (
+    BITS,
+    EXCESS,
+    HIGH,
+    LOW,
+    MAGIC,
+    NO_STEP,
+)
 
 _KEYS = max_logits.BLOCK
 _OF_GROUP = max_logits.GROUP * _KEYS  # keys
@@ -38,12 +42,7 @@ _SHARING = 2  # threads per key
 _AT_ONCE = mlir.LANES // _SHARING  # keys per warp at a time: a page
 _PAGES = max_logits.PAGES
 _WORD = 4  # bytes
-_NO_STEP = -128  # scale exponent of a block without keys
 _NAN = 0x7F  # in float8_e4m3fn
-_LOW, _HIGH = 0, 1  # halves of the channels, and of a quantized byte
-_BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
-_MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
-_EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152
 _STEP_BIAS = (15, 11)  # float16 exponent bias of the scale, and of a 16th of it
 
 
@@ -55,13 +54,11 @@ class _Sizes:
       blocks: Blocks per sequence in the arrays.
       kv_heads: Key/value heads.
       row_bytes: Quantized bytes per key.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     blocks: int
     kv_heads: int
     row_bytes: int
-    interpret: bool
 
     @property
     def lines(self) -> int:
@@ -86,23 +83,19 @@ def _write_residuals(
     batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
     own, length = layer[0], lengths[batch]
     code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
-    if sizes.interpret:
+    if ops.is_interpreted():
         for warp in range(row_ops.WARPS):
             unit = program * row_ops.WARPS + warp
             write_unit = functools.partial(_write_interpreted, code, step, out, unit, length)
             pl.when(unit < sizes.units)(functools.partial(write_unit, sizes=sizes))
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * 3, *(scalar,) * 2))
-    def write(_: Any, code: Any, step: Any, out: Any, program: Any, length: Any) -> None:
-        first, length = (mlir.scalars(x)[0] for x in (program, length))
+    @mlir.emit(code, step, out, numbers=(program, length))
+    def _(code: Any, step: Any, out: Any, first: Any, length: Any) -> None:
         unit = arith.addi(arith.muli(first, _int(row_ops.WARPS)), mlir.warp())
-        is_there = arith.cmpi(arith.CmpIPredicate.slt, unit, _int(sizes.units))
+        is_there = mlir.compare("slt", unit, sizes.units)
         with mgpu.when(is_there):
             _write_unit(code, step, out, unit, length, sizes=sizes)
-
-    write(code, step, out, program, length)
 
 
 def _write_unit(
@@ -130,17 +123,17 @@ def _write_unit(
     keys, codes, missing = [], [], []
     for page in range(_PAGES):
         key = arith.addi(arith.addi(first_key, own), _int(page * _AT_ONCE))
-        is_key = arith.cmpi(arith.CmpIPredicate.slt, key, length)
+        is_key = mlir.compare("slt", key, length)
         first = arith.addi(first_key, _int(page * _AT_ONCE))
-        is_page = arith.cmpi(arith.CmpIPredicate.slt, first, length)
+        is_page = mlir.compare("slt", first, length)
         missing.append(arith.select(is_page, _int(0), _int(_NAN)))
         present = arith.select(is_key, key, first)
         keys.append(key)
         pointer = mlir.address(code, row(arith.addi(first_row, present), row_bytes))
         codes.append(_load(pointer, sizes.words))
     pointer = mlir.address(step, row(unit, 2 * row_bytes))
-    steps = [_load(pointer, sizes.words, offset=half * row_bytes) for half in (_LOW, _HIGH)]
-    factors = [[_factors(x, half) for x in steps[half]] for half in (_LOW, _HIGH)]
+    steps = [_load(pointer, sizes.words, offset=half * row_bytes) for half in (LOW, HIGH)]
+    factors = [[_factors(x, half) for x in steps[half]] for half in (LOW, HIGH)]
     group = arith.divsi(block, _int(max_logits.GROUP))
     groups = _int(-(-sizes.blocks // max_logits.GROUP))
     group_start = arith.muli(arith.addi(arith.muli(head, groups), group), _int(_OF_GROUP))
@@ -153,9 +146,9 @@ def _write_unit(
         target = arith.addi(target, arith.muli(beside, _int(2 * row_bytes)))
         target = arith.addi(target, arith.muli(group_start, _int(2 * row_bytes)))
         pointer = mlir.address(out, target)
-        for half in (_LOW, _HIGH):
+        for half in (LOW, HIGH):
             found = [_numbers(x, half, *y) for x, y in zip(held, factors[half], strict=True)]
-            if half == _LOW:
+            if half == LOW:
                 # NaN in one channel makes every product NaN.
                 found[0] = arith.ori(found[0], missing[page])
             mlir.store(pointer, found, offset=half * row_bytes)
@@ -173,7 +166,7 @@ def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
     found = []
     for shift in (0, 8):
         x = arith.andi(arith.shrui(steps, _int(shift)), _int(0x00FF00FF))
-        # Of the negative exponents, only `_NO_STEP` has no bit after the first.
+        # Of the negative exponents, only `NO_STEP` has no bit after the first.
         is_none = arith.andi(x, arith.xori(arith.shli(x, _int(1)), _int(-1)))
         is_none = arith.muli(arith.andi(is_none, _int(0x00800080)), _int(0x7E00 // 0x80))
         bias = _STEP_BIAS[half]
@@ -185,17 +178,17 @@ def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
 def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Value:
     """Dequantizes four of a word's quantized numbers to float8."""
     lines = [
-        f"lop3.b32 x, {source}, {_BITS[half]}, {_MAGIC[half]}, 0x6a; "
+        f"lop3.b32 x, {source}, {BITS[half]}, {MAGIC[half]}, 0x6a; "
         f"add.rn.f16x2 x, x, excess; mul.rn.f16x2 x, x, {factor}; "
         f"cvt.rn.satfinite.e4m3x2.f16x2 {target}, x;"
         for source, factor, target in (("$1", "$2", "a"), ("y", "$3", "b"))
     ]
     code = (
-        f"{{ .reg .b32 x, y, excess; .reg .b16 a, b; mov.b32 excess, {_EXCESS[half]}; "
+        f"{{ .reg .b32 x, y, excess; .reg .b16 a, b; mov.b32 excess, {EXCESS[half]}; "
         f"shr.u32 y, $1, 8; {' '.join(lines)} "
         "cvt.u32.u16 x, a; cvt.u32.u16 y, b; prmt.b32 $0, x, y, 0x5140; }"
     )
-    return mgpu.utils.inline_ptx(code, codes, even, odd, result_types=mlir.i32())
+    return mlir.run(code, codes, even, odd)
 
 
 def _write_interpreted(
@@ -211,7 +204,7 @@ def _write_interpreted(
     codes = jnp.where(key // _AT_ONCE * _AT_ONCE < length, codes, jnp.nan)
     exponent = step[block, head].astype(jnp.int32)
     scale = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    found = codes * jnp.where(exponent == _NO_STEP, jnp.nan, scale)[None]
+    found = codes * jnp.where(exponent == NO_STEP, jnp.nan, scale)[None]
     found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
     # Permute keys as `hopper_max_logits.place_of_key` does.
     found = found.reshape(_PAGES, -1, 2, found.shape[-1]).swapaxes(0, 1).reshape(found.shape)
@@ -245,7 +238,7 @@ def dequantize_kernel(
       interpret: Whether the interpreter runs the kernel.
     """
     _, batch, blocks, kv_heads, _, row_bytes = code.shape
-    sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes, interpret=interpret)
+    sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes)
     groups = -(-blocks // max_logits.GROUP)
     shape = (batch, kv_heads, groups, sizes.lines, max_logits.LINE)
     found = ops.kernel(
@@ -254,7 +247,7 @@ def dequantize_kernel(
         grid=(batch, -(-sizes.units // row_ops.WARPS)),
         grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="block_residuals",
     )(code, step, lengths.astype(jnp.int32), layer.astype(jnp.int32)[None])
     return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)

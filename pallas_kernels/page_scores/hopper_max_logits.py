@@ -30,17 +30,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import llvm as typed_llvm
 from jaxlib.mlir.dialects import memref, vector
 from jaxtyping import Array, Float
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-llvm: Any = typed_llvm
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, llvm
 
 QUERIES = 64  # per warpgroup
 BLOCK = 64  # keys per block
@@ -120,35 +115,26 @@ def place_of_key(key: Any) -> Any:
     return (pair * PAGES + page) * _TOGETHER + one
 
 
-def begin(queries: Float[Array, "64 C"], keys: Any, *, interpret: bool) -> None:
+def begin(queries: Float[Array, "64 C"], keys: Any) -> None:
     """Starts to multiply with the first two blocks, once per kernel and before any loop.
 
     Args:
       queries: Queries in float8_e4m3fn, in `LAYOUT`.
       keys: Keys of the group, `[lines, 128]` in shared memory, swizzled over whole lines.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         return
     channels = queries.shape[1]
     keys, first = _part(keys, 0, channels)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(ops.transforms(keys.dtype, LINE))))
-    def start(_: Any, queries: Any, keys: Any) -> None:
+    @mlir.emit((queries, LAYOUT), (keys, plgpu.RefType(ops.transforms(keys.dtype, LINE))))
+    def start(queries: Any, keys: Any) -> None:
         _run(f".reg .b32 {_NAME}<{2 * _SUMS}>;")
         _start(queries, keys, range(first, first + channels, _CHANNELS), 0)
 
-    start(queries, keys)
-
 
 def write_maxima(
-    queries: Float[Array, "64 C"],
-    keys: Any,
-    following: Any,
-    found: Any,
-    *,
-    step: int,
-    interpret: bool,
+    queries: Float[Array, "64 C"], keys: Any, following: Any, found: Any, *, step: int
 ) -> None:
     """Writes each query's largest product per page of two blocks; NaN if any product is.
 
@@ -162,10 +148,9 @@ def write_maxima(
       following: Keys of the next group, likewise.
       found: Target of the maxima: float16, `[8, 64]` in shared memory, swizzled over whole lines.
       step: Index of the two blocks in the group; calls take all steps of all groups in order.
-      interpret: Whether the interpreter runs the kernel.
     """
     channels = queries.shape[1]
-    if interpret:
+    if ops.is_interpreted():
         own, first = _part(keys, step, channels)
         products = jnp.dot(
             own[...][:, first : first + channels], queries.T, preferred_element_type=jnp.float32
@@ -179,16 +164,14 @@ def write_maxima(
         return
     is_last = step == STEPS - 1
     coming, first = _part(following if is_last else keys, (step + 1) % STEPS, channels)
-    reference = plgpu.RefType(ops.transforms(coming.dtype, LINE))
-    kind = plgpu.RefType(ops.transforms(jnp.float16, LINE))
+    own = coming, plgpu.RefType(ops.transforms(coming.dtype, LINE))
+    target = found, plgpu.RefType(ops.transforms(jnp.float16, LINE))
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, reference, kind))
-    def write(_: Any, queries: Any, coming: Any, found: Any) -> None:
+    @mlir.emit((queries, LAYOUT), own, target)
+    def write(queries: Any, coming: Any, found: Any) -> None:
         place = step % 2
         _start(queries, coming, range(first, first + channels, _CHANNELS), 1 - place)
         _write_maxima(place, found)
-
-    write(queries, coming, found)
 
 
 def _part(keys: Any, step: int, channels: int) -> tuple[Any, int]:
@@ -197,19 +180,17 @@ def _part(keys: Any, step: int, channels: int) -> tuple[Any, int]:
     return keys.at[pl.ds(first, _KEYS)], beside * channels
 
 
-def settle(*, interpret: bool) -> None:
+def settle() -> None:
     """Waits for the products that the last call of `write_maxima` started.
 
     Products in flight at the end of a loop's body make the assembler wait for every single product.
     """
-    if interpret:
+    if ops.is_interpreted():
         return
 
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
+    @mlir.emit()
+    def wait() -> None:
         _run("wgmma.wait_group.sync.aligned 0;")
-
-    wait()
 
 
 def _start(queries: mgpu.FragmentedArray, keys: ir.Value, parts: range, place: int) -> None:

@@ -27,20 +27,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import memref
 from jaxtyping import Array, Float, Int, Shaped
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math
 from sketchwalk_jax.pallas_kernels.page_scores.token_scores import PAGE, TokenParts
 from sketchwalk_jax.precision import MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-math: Any = typed_math
 
 _HEADS = 8  # divides the heads of a warpgroup
 _PARTS = 64  # parts per array in registers
@@ -126,13 +121,11 @@ class _Sizes:
       count: Columns per part.
       exponent: Exponent of the shares.
       decay: Factor of the previous layer's page scores.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     count: int
     exponent: int
     decay: float
-    interpret: bool
 
 
 def _find_evidence(
@@ -161,19 +154,18 @@ def _find_evidence(
     def write_evidence(read: Array) -> None:
         sums, evidence = _add_heads(read, factors, sizes=sizes), evidence_ref.at[sequence]
         layout = _columns_layout(_PACKED)
-        where: dict[str, Any] = dict(layout=layout, interpret=False)
         place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
         columns = jnp.where(place < sizes.count, first + place, evidence.shape[0])
-        previous = row_ops.read_row(columns, evidence, **where)
+        previous = row_ops.read_row(columns, evidence, layout=layout)
         found = evidence_of(
             jnp.where(columns < there, sums, 0.0),
             previous,
             exponent=sizes.exponent,
             decay=sizes.decay,
         )
-        row_ops.write_row(found, columns, evidence, **where)
+        row_ops.write_row(found, columns, evidence, layout=layout)
 
-    if sizes.interpret:
+    if ops.is_interpreted():
         make_factors()
         sums = _add_heads(read_words(), factors, sizes=sizes)
         _write_interpreted(sums, part, there, evidence_ref.at[sequence], sizes=sizes)
@@ -183,12 +175,12 @@ def _find_evidence(
     @pl.when(warpgroup == 0)
     def _() -> None:
         make_factors()
-        row_ops.program_barrier(interpret=False)
+        row_ops.program_barrier()
 
     @pl.when(warpgroup == 1)
     def _() -> None:
         read = read_words()
-        row_ops.program_barrier(interpret=False)
+        row_ops.program_barrier()
         write_evidence(read)
 
 
@@ -251,28 +243,24 @@ def _read_words(
       there: Number of existing columns; words beyond are zeros.
       sizes: Static parameters. The interpreter reads columns instead of words.
     """
-    if sizes.interpret:
+    if ops.is_interpreted():
         return powers_ref[:, pl.ds(first, sizes.count)]
     heads = powers_ref.shape[0]
-    scalar, shape = plgpu.Layout.WG_SPLAT(()), (heads, row_ops.THREADS)
-    dtype = jnp.dtype(jnp.int32)
+    shape = (heads, row_ops.THREADS)
+    kind = mlir.array_type(shape, jnp.int32, _words_layout())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), scalar, scalar),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, _words_layout()),
-    )
-    def read(_: Any, powers: Any, first: Any, there: Any) -> Any:
-        first, there = (mlir.scalars(x)[0] for x in (first, there))
+    @mlir.emit(powers_ref, numbers=(first, there), result=kind)
+    def read(powers: Any, first: Any, there: Any) -> Any:
         place = _place_of_thread()
         column = arith.addi(first, place)
-        is_own = _is_less(place, mlir.constant(sizes.count))
-        is_read = arith.andi(is_own, _is_less(column, there))
-        start, flag = mlir.address(powers, column), arith.extui(mlir.i32(), is_read)
+        is_own = mlir.compare("slt", place, mlir.constant(sizes.count))
+        is_read = arith.andi(is_own, mlir.compare("slt", column, there))
+        start, flag = mlir.address(powers, column), mlir.flag(is_read)
         stride = ir.MemRefType(powers.type).shape[1] * _WORD // _PACKED
         found = [mlir.load(start, 1, flag, offset=head * stride)[0] for head in range(heads)]
         return row_ops.as_row(found, shape, _words_layout())
 
-    return read(powers_ref, first, there)
+    return read
 
 
 def _add_heads(
@@ -285,16 +273,13 @@ def _add_heads(
       factors: One factor per head, in shared memory.
       sizes: Static parameters of the call.
     """
-    if sizes.interpret:
+    if ops.is_interpreted():
         weights = jnp.broadcast_to(factors[...][: read.shape[0], None], read.shape)
         return jnp.sum(read.astype(jnp.float32) * weights, axis=0)
     layout, shape = _columns_layout(_PACKED), (1, row_ops.THREADS * _PACKED)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_words_layout(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
-    )
-    def add(_: Any, read: Any, factors: Any) -> Any:
+    @mlir.emit((read, _words_layout()), factors, result=mlir.array_type(shape, jnp.float32, layout))
+    def add(read: Any, factors: Any) -> Any:
         totals = [arith.constant(ir.F32Type.get(), 0.0)] * _PACKED
         for head, word in enumerate(mlir.scalars(read)):
             factor = memref.load(factors, [mlir.index(mlir.constant(head))])
@@ -302,7 +287,7 @@ def _add_heads(
             totals = [math.fma(x, factor, total) for x, total in zip(own, totals, strict=True)]
         return row_ops.as_row(totals, shape, layout)
 
-    return add(read, factors)
+    return add
 
 
 def evidence_of(
@@ -325,10 +310,6 @@ def _place_of_thread() -> ir.Value:
     """Returns the first column, within the part, of a thread of the second warpgroup."""
     thread = arith.andi(mlir.thread(), mlir.constant(row_ops.THREADS - 1))
     return arith.muli(thread, mlir.constant(_PACKED))
-
-
-def _is_less(one: ir.Value, other: ir.Value) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.slt, one, other)
 
 
 def token_evidence_kernel(
@@ -358,12 +339,7 @@ def token_evidence_kernel(
     if count > most:
         raise ValueError(f"a part must have at most {most} columns, got {count}")
     batch, num_heads, _ = powers.shape
-    sizes = _Sizes(
-        count=count,
-        exponent=exponent,
-        decay=decay,
-        interpret=interpret,
-    )
+    sizes = _Sizes(count=count, exponent=exponent, decay=decay)
     ops.kernel(
         functools.partial(_find_evidence, sizes=sizes),
         scratch_types={"factors": plgpu.SMEM((-(-num_heads // _HEADS) * _HEADS,), jnp.float32)},
@@ -372,6 +348,6 @@ def token_evidence_kernel(
         num_threads=1 if interpret else 2,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="token_evidence",
     )(powers, top, total, lengths, evidence)

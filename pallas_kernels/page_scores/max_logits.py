@@ -23,7 +23,6 @@ queries: it writes 16 bytes, and eight threads write a line of memory.
 maximum. The maxima of a page without a key are NaN.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -31,20 +30,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-scf: Any = typed_scf
 
 QUERIES = 64  # per warp
 TILE = QUERIES * row_ops.WARPS
@@ -59,23 +52,6 @@ _PART = 32  # key blocks per thread block; with more, a few would run alone at t
 _NAN = 0x7FFF7FFF  # two float16 NaN
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Static parameters of a call.
-
-    Attributes:
-      tiles: Groups of `TILE` queries per key/value head.
-      per_row: Queries per row.
-      blocks: Blocks per sequence.
-      interpret: Whether the interpreter runs the kernel.
-    """
-
-    tiles: int
-    per_row: int
-    blocks: int
-    interpret: bool
-
-
 def _find_peaks(
     query: Any,
     code: Any,
@@ -85,14 +61,15 @@ def _find_peaks(
     layer: Any,
     out: Any,
     *,
-    sizes: _Sizes,
+    per_row: int,
 ) -> None:
     """Runs one thread block: some key blocks, and 64 queries per warp."""
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    tile = sizes.tiles - 1 - jax.lax.axis_index("tile")  # tiles with many blocks come first
-    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, sizes.per_row)
+    # Tiles with many blocks come first.
+    tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
     first = jax.lax.axis_index("part") * _PART
-    end = jnp.minimum(jnp.minimum(last + 1, sizes.blocks), first + _PART)
+    end = jnp.minimum(jnp.minimum(last + 1, code.shape[2]), first + _PART)
     last_key = jnp.maximum(lengths[batch] - 1, 0)
     code, step = code.at[layer[0], batch], step.at[layer[0], batch]
     numbers = (kv_head, tile * TILE, first, end, lengths[batch], last_key)
@@ -100,17 +77,13 @@ def _find_peaks(
 
     @pl.when(first < end)
     def _() -> None:
-        if sizes.interpret:
+        if ops.is_interpreted():
             _interpreted(query, code, step, out, *numbers)
             return
-        reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-        @plgpu.inline_mgpu(arg_types=(*(reference,) * 4, *(scalar,) * len(numbers)))
-        def find(_: Any, query: Any, code: Any, step: Any, out: Any, *numbers: Any) -> None:
-            held = [mlir.scalars(x)[0] for x in numbers]
-            _Warp(query, code, step, out, *held).run()
-
-        find(query, code, step, out, *numbers)
+        @mlir.emit(query, code, step, out, numbers=numbers)
+        def _(*values: Any) -> None:
+            _Warp(*values).run()
 
 
 def _interpreted(
@@ -307,7 +280,7 @@ class _Warp:
         """Whether the thread's page has no key."""
         key = arith.muli(block, _int(_KEYS))
         key = arith.addi(key, arith.muli(self._place, _int(_OF_PAGE)))
-        is_after = arith.cmpi(arith.CmpIPredicate.sge, key, self._length)
+        is_after = mlir.compare("sge", key, self._length)
         return arith.ori(is_after, four_bits.is_empty(steps))
 
     def _write(self, block: ir.Value, peaks: list[ir.Value], missing: ir.Value) -> None:
@@ -364,20 +337,15 @@ def max_logits_kernel(
       The largest products in float16, for the `P` pages of all blocks.
     """
     batch, kv_heads, num_queries, _ = query.shape
-    sizes = _Sizes(
-        tiles=num_queries // TILE,
-        per_row=per_row,
-        blocks=code.shape[2],
-        interpret=interpret,
-    )
-    shape = (batch, kv_heads, sizes.blocks * _PAGES, num_queries)
+    blocks = code.shape[2]
+    shape = (batch, kv_heads, blocks * _PAGES, num_queries)
     kernel = ops.kernel(
-        functools.partial(_find_peaks, sizes=sizes),
+        functools.partial(_find_peaks, per_row=per_row),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float16),
-        grid=(-(-sizes.blocks // _PART), sizes.tiles, kv_heads, batch),
+        grid=(-(-blocks // _PART), num_queries // TILE, kv_heads, batch),
         grid_names=("part", "tile", "kv_head", "batch"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="max_logits_kernel",
     )
     numbers = (x.astype(jnp.int32) for x in (lengths, first_row, layer[None]))

@@ -19,7 +19,6 @@ A logit is the rounded sum of both products, the same in both passes, and shares
 largest logit, so that equal pages have equal shares at any magnitude.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -28,62 +27,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
-from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
+from sketchwalk_jax.pallas_kernels.page_scores.hopper import PART, ScoresTiling
+from sketchwalk_jax.precision import FIRST_MAXIMUM
 
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-scf: Any = typed_scf
-
-_QUERIES = 32  # per warp
 _OF_THREAD = 8
-_TILES = _QUERIES // 8  # products of eight columns
+_TILES = PART // 8  # products of eight columns
 _BLOCKS = 16  # per step: rows of a product
 _DEPTH = 16  # channels per product
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Static parameters of a call.
-
-    Attributes:
-      programs: Thread blocks per key/value head.
-      per_row: Queries per row: 8, 16 or a multiple of 32.
-      blocks: Blocks.
-      factor: Factor of the products times `log2(e)`.
-      exponent: Order of the norm.
-      interpret: Whether the interpreter runs the kernel.
-    """
-
-    programs: int
-    per_row: int
-    blocks: int
-    factor: float
-    exponent: int
-    interpret: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows per warp."""
-        return max(1, _QUERIES // self.per_row)
-
-    @property
-    def parts(self) -> int:
-        """Warps per row."""
-        return max(1, self.per_row // _QUERIES)
-
-    @property
-    def limit(self) -> float:
-        """Bound on the magnitude of products; larger ones are masked."""
-        return LARGEST_LOGIT * math.log2(math.e) / self.factor
 
 
 def _score(
@@ -94,7 +51,7 @@ def _score(
     first_row: Any,
     out: Any,
     *,
-    sizes: _Sizes,
+    sizes: ScoresTiling,
 ) -> None:
     """Runs one thread block: four warps of 32 queries."""
     program = sizes.programs - 1 - jax.lax.axis_index("program")  # late rows first
@@ -102,27 +59,22 @@ def _score(
     arrays = [x.at[batch, kv_head] for x in (peaks, factor, query)]
     given: list[Any] = [*arrays, centre.at[batch], out.at[batch, kv_head]]
     place, start = program * row_ops.WARPS, first_row[batch]
-    if sizes.interpret:
+    if ops.is_interpreted():
         for warp in range(row_ops.WARPS):
             _interpreted(given, place + warp, kv_head, start, sizes=sizes)
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * len(given), *(scalar,) * 3))
-    def score(_: Any, *arguments: Any) -> None:
-        *arrays, place, kv_head, start = arguments
-        numbers = [mlir.scalars(x)[0] for x in (place, kv_head, start)]
-        _Warp(sizes, *arrays, *numbers).run()
-
-    score(*given, place, kv_head, start)
+    @mlir.emit(*given, numbers=(place, kv_head, start))
+    def _(*values: Any) -> None:
+        _Warp(sizes, *values).run()
 
 
 def _interpreted(
-    given: list[Any], place: Array, kv_head: Array, start: Array, *, sizes: _Sizes
+    given: list[Any], place: Array, kv_head: Array, start: Array, *, sizes: ScoresTiling
 ) -> None:
     peaks, factor, query, centre, out = given
-    own = pl.ds(place * _QUERIES, _QUERIES)
-    first = jax.lax.div(place * _QUERIES, sizes.per_row)
+    own = pl.ds(place * PART, PART)
+    first = jax.lax.div(place * PART, sizes.per_row)
     part = jax.lax.rem(place, sizes.parts)
     shared = jnp.dot(
         centre[:, kv_head].astype(jnp.float32),
@@ -131,7 +83,7 @@ def _interpreted(
     )
     values = peaks[:, own].astype(jnp.float32) * factor[own][None]
     values = values + jnp.repeat(shared, SCORED_PAGES, axis=0)
-    row = jnp.arange(_QUERIES, dtype=jnp.int32) // sizes.per_row
+    row = jnp.arange(PART, dtype=jnp.int32) // sizes.per_row
     block = jnp.arange(len(values), dtype=jnp.int32) // SCORED_PAGES
     counts = (block[:, None] <= (start + first + row)[None]) & (jnp.abs(values) < sizes.limit)
     least = FIRST_MAXIMUM / sizes.factor
@@ -154,7 +106,7 @@ class _Warp:
 
     def __init__(
         self,
-        sizes: _Sizes,
+        sizes: ScoresTiling,
         peaks: ir.Value,
         factor: ir.Value,
         query: ir.Value,
@@ -186,7 +138,7 @@ class _Warp:
         self._channel = arith.muli(self._place, _int(self._channels // 4))
         self._kv_head = kv_head
         place = arith.addi(place, mlir.warp())
-        self._first_query = arith.muli(place, _int(_QUERIES))
+        self._first_query = arith.muli(place, _int(PART))
         self._own = arith.addi(self._first_query, arith.muli(self._place, _int(_OF_THREAD)))
         self._first = arith.divui(self._first_query, _int(sizes.per_row))  # row of the call
         self._part = arith.remui(place, _int(sizes.parts))
@@ -284,7 +236,7 @@ class _Warp:
             place = arith.addi(arith.muli(block, _int(kv_heads)), self._kv_head)
             place = arith.addi(arith.muli(place, _int(self._channels)), self._channel)
             centres.append(self._load_channels(mlir.address(self._centre, place)))
-        is_seen = [arith.cmpi(arith.CmpIPredicate.sle, block, self._reach) for block in blocks]
+        is_seen = [mlir.compare("sle", block, self._reach) for block in blocks]
         found = []
         for tile in range(_TILES):
             sums = [_float(0.0)] * 4
@@ -357,10 +309,7 @@ class _Warp:
         """Writes each row's scores of the pages of a step's blocks."""
         sizes = self._sizes
         _, rows, width = ir.MemRefType(self._out.type).shape
-        bits = [
-            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._place, _int(bit)), _int(0))
-            for bit in (1, 2)
-        ]
+        bits = [mlir.compare("ne", arith.andi(self._place, _int(bit)), 0) for bit in (1, 2)]
         own = arith.subi(self._row_of_thread, self._first)
         for index in range(sizes.rows):
             line = arith.addi(self._first, _int(index))
@@ -368,11 +317,11 @@ class _Warp:
             line = arith.muli(line, _int(width))
             some = sums
             if sizes.rows > 1:
-                is_own = arith.cmpi(arith.CmpIPredicate.eq, own, _int(index))
+                is_own = mlir.compare("eq", own, index)
                 some = [arith.select(is_own, x, _float(0.0)) for x in sums]
             for row, block in enumerate(self._blocks(step)):
                 of_block = some[row * SCORED_PAGES : (row + 1) * SCORED_PAGES]
-                is_there = arith.cmpi(arith.CmpIPredicate.slt, block, _int(sizes.blocks))
+                is_there = mlir.compare("slt", block, sizes.blocks)
                 place = arith.addi(line, arith.muli(block, _int(SCORED_PAGES)))
                 halves = [_sum_of_lanes(of_block[x : x + 2], bits[0], 1) for x in (0, 2)]
                 total = _sum_of_lanes(halves, bits[1], 2)
@@ -444,28 +393,16 @@ def page_scores_kernel(
 ) -> Float[Array, "B K parts I P"]:
     """Computes page scores, `S` of the module, per key/value head and 32 queries of a row.
 
-    Args:
-      peaks: Page max logits of `max_logits_kernel`; NaN excludes a page.
-      factor: The queries' powers of two; NaN excludes a query.
-      query: The queries in 16 bits; their number is a multiple of 128.
-      centre: Zero points of the blocks, of the same type.
-      first_row: Block index of each sequence's first row.
-      per_row: Queries of a row: 8, 16 or a multiple of 32 (`hopper.queries_per_row`).
-      scale: Factor of the products.
-      exponent: Order of the norm.
-      interpret: Whether the interpreter runs the kernel.
-
-    Returns:
-      Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block.
+    It takes and returns what `hopper.hopper_page_scores_kernel` does, after `max_logits_kernel`.
+    The number of queries is a multiple of 128.
     """
     batch, kv_heads, num_queries, _ = query.shape
-    sizes = _Sizes(
-        programs=num_queries // (row_ops.WARPS * _QUERIES),
+    sizes = ScoresTiling(
+        programs=num_queries // (row_ops.WARPS * PART),
         per_row=per_row,
         blocks=centre.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
-        interpret=interpret,
     )
     shape = (batch, kv_heads, sizes.parts, num_queries // per_row, sizes.blocks * SCORED_PAGES)
     kernel = ops.kernel(
@@ -474,7 +411,7 @@ def page_scores_kernel(
         grid=(sizes.programs, kv_heads, batch),
         grid_names=("program", "kv_head", "batch"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="page_scores_kernel",
     )
     return kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))

@@ -25,19 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
-from jaxlib.mlir.dialects import math as typed_math
 from jaxlib.mlir.dialects import memref, nvvm
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array, Bool, Float
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-math: Any = typed_math
-scf: Any = typed_scf
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math, scf
 
 _QUERIES = 64  # per row
 _PLACES = _QUERIES - 1  # mask of the low bits, which hold the place
@@ -59,7 +52,6 @@ class _Sizes:
       count: Number of representatives.
       kind: Type of the queries.
       by_warp: Whether each warp copies its own queries; Hopper's copy engine (TMA) does otherwise.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     rows: int
@@ -68,7 +60,6 @@ class _Sizes:
     count: int
     kind: Any
     by_warp: bool
-    interpret: bool
 
     @property
     def width(self) -> int:
@@ -104,31 +95,26 @@ def _represent(
             source, target = query.at[batch, rows, head, channels], queries.at[index, half]
             if not sizes.by_warp:
                 plgpu.copy_gmem_to_smem(source, target, filled)
-            elif sizes.interpret:
+            elif ops.is_interpreted():
                 target[...] = source[...]
     if not sizes.by_warp:
         plgpu.barrier_wait(filled)
-    if sizes.interpret:
+    if ops.is_interpreted():
         for index, (row, head) in enumerate(wheres):
             is_own = valid[batch, pl.ds(row * _QUERIES, _QUERIES)] != 0
             out[batch, row, :, head] = _interpreted(queries[index], is_own, sizes.count)
         return
     shared = plgpu.RefType(ops.transforms(queries.dtype, sizes.width))
-    scalar, plain = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
-
+    refs = (valid.at[batch], (queries, shared), norms, means, out.at[batch])
     given = [query.at[batch]] if sizes.by_warp else []
 
-    @plgpu.inline_mgpu(arg_types=(scalar, plain, shared, *[plain] * (3 + len(given))))
-    def traverse(
-        _: Any, first: Any, valid: Any, queries: Any, norms: Any, means: Any, out: Any, *given: Any
-    ) -> None:
-        (first,) = mlir.scalars(first)
+    @mlir.emit(*refs, *given, numbers=[program * _HEADS])
+    def _(*values: Any) -> None:
+        valid, queries, norms, means, out, *sources, first = values
         traversal = _Traversal(sizes, first, valid, queries, norms, means, out)
-        for source in given:
+        for source in sources:
             traversal.copy(source)
         traversal.emit()
-
-    traverse(program * _HEADS, valid.at[batch], queries, norms, means, out.at[batch], *given)
 
 
 def _interpreted(halves: Array, is_own: Array, count: int) -> Array:
@@ -226,8 +212,8 @@ class _Traversal:
                 from_start += (2 * half + 1) * sizes.width
                 offset = (half * _QUERIES + row) * sizes.width
                 code = f"cp.async.cg.shared.global [$0 + {offset}], [$1 + {from_start}], 16;"
-                mgpu.utils.inline_ptx(code, target, pointer, has_side_effects=True)
-        mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+                mlir.effect(code, target, pointer)
+        mlir.effect("cp.async.wait_all;")
         _wait_for_lanes()
 
     def emit(self) -> None:
@@ -281,14 +267,14 @@ class _Traversal:
         diagonal = []
         for tile in map(self._tile, range(_TILES)):
             for half in range(2):
-                sums = _zeros()
+                sums = mlir.zero_sums()
                 for left in tile:
                     sums = mlir.multiply(self._kind, left, left[half::2], sums)
                 even, odd = sums[2 * half : 2 * half + 2]
                 diagonal.append(arith.select(is_odd, odd, even))
         # The lanes of pair p have columns 2p and 2p + 1.
         half_place = arith.shrui(self._place, constant(1))
-        has_diagonal = arith.cmpi(arith.CmpIPredicate.eq, half_place, self._pair)
+        has_diagonal = mlir.compare("eq", half_place, self._pair)
         for index, norm in enumerate(diagonal):
             place = arith.addi(self._place, constant(index * _TILE // 2))
             _store(self._place_of_norm(place), norm, has_diagonal)
@@ -308,7 +294,7 @@ class _Traversal:
         counts = []
         for place in self._own:
             flag = memref.load(self._valid, [mlir.index(arith.addi(first, place))])
-            counts.append(arith.cmpi(arith.CmpIPredicate.ne, flag, constant(0)))
+            counts.append(mlir.compare("ne", flag, 0))
         infinity = arith.constant(number, float("inf"))
         # Large finite numbers can have a non-finite norm, so check the numbers.
         doubtful = [arith.cmpf(arith.CmpFPredicate.UGE, norm, infinity) for norm in norms]
@@ -339,7 +325,7 @@ class _Traversal:
             return [arith.maxsi(largest[0], arith.maxsi(low, high))]
 
         (largest,) = self._over_words(place, [constant(0)], larger)
-        return arith.cmpi(arith.CmpIPredicate.slt, largest, constant(infinity))
+        return mlir.compare("slt", largest, infinity)
 
     def _make_zero(self, place: ir.Value, is_lost: ir.Value) -> None:
         """Zeroes a query in shared memory."""
@@ -390,7 +376,7 @@ class _Traversal:
         square = arith.constant(number, 0.0)
         pair_start = arith.addi(self._means, arith.shli(self._pair, constant(2)))
         for step in range(self._sizes.chunks // 2):
-            sums = [_zeros(), _zeros()]
+            sums = [mlir.zero_sums(), mlir.zero_sums()]
             for tile, left in enumerate(lefts):
                 right = self._matrices(tile, step, transposed=True)
                 for place in range(2):
@@ -435,7 +421,7 @@ class _Traversal:
         self, tiles: list[list[list[ir.Value]]], columns: list[list[ir.Value]]
     ) -> list[list[ir.Value]]:
         """Multiplies all tiles with right operands, one word per chunk."""
-        sums = [_zeros() for _ in tiles]
+        sums = [mlir.zero_sums() for _ in tiles]
         for right in columns:
             for step in range(self._sizes.chunks // 2):
                 for index, tile in enumerate(tiles):
@@ -472,7 +458,7 @@ class _Traversal:
                 key = arith.andi(arith.bitcast(mlir.i32(), distance), constant(~_PLACES))
                 keys.append(arith.ori(key, arith.subi(constant(_PLACES), place)))
             largest = mlir.over_lanes(arith.maxsi(*keys), nvvm.ReductionKind.MAX)
-            is_left = arith.cmpi(arith.CmpIPredicate.sge, largest, constant(0))
+            is_left = mlir.compare("sge", largest, 0)
             step = scf.IfOp(is_left, [number] * 2, has_else=True)
             with ir.InsertionPoint(step.then_block):
                 best = arith.subi(constant(_PLACES), arith.andi(largest, constant(_PLACES)))
@@ -487,7 +473,7 @@ class _Traversal:
                 ):
                     # Ignore NaN distances; excluded queries stay excluded.
                     away = arith.minnumf(distance, _away(own, norm, product))
-                    is_taken = arith.cmpi(arith.CmpIPredicate.eq, place, best)
+                    is_taken = mlir.compare("eq", place, best)
                     lost = arith.constant(number, -1.0)
                     nearer.append(arith.select(is_taken, lost, away))
                 scf.yield_(nearer)
@@ -532,13 +518,13 @@ class _Traversal:
         place = arith.addi(arith.muli(place, constant(pairs)), self._lane)
         pointer = mgpu.utils.memref_ptr(self._out)
         pointer = mgpu.utils.getelementptr(pointer, [place], mlir.i32())
-        has_word = arith.cmpi(arith.CmpIPredicate.slt, self._lane, constant(pairs))
+        has_word = mlir.compare("slt", self._lane, pairs)
         mgpu.utils.inline_ptx("st.global.b32 [$0], $1;", pointer, word, predicate=has_word)
 
     def _pack(self, pair: list[ir.Value]) -> ir.Value:
         """Packs two numbers in 16 bits each."""
         code = f"cvt.rn.{self._kind}x2.f32 $0, $2, $1;"
-        return mgpu.utils.inline_ptx(code, *pair, result_types=mlir.i32())
+        return mlir.run(code, *pair)
 
     def _unpack(self, word: ir.Value) -> list[ir.Value]:
         """Unpacks two 16-bit numbers."""
@@ -559,11 +545,6 @@ def _away(norm: ir.Value, other: ir.Value, product: ir.Value) -> ir.Value:
     return arith.maximumf(away, arith.constant(number, 0.0))
 
 
-def _zeros() -> list[ir.Value]:
-    """Returns zero sums of a product."""
-    return [arith.constant(ir.F32Type.get(), 0.0)] * 4
-
-
 def _bit(value: ir.Value, bit: int) -> ir.Value:
     """Masks one bit, in place."""
     return arith.andi(value, mlir.constant(bit))
@@ -571,12 +552,12 @@ def _bit(value: ir.Value, bit: int) -> ir.Value:
 
 def _is_set(value: ir.Value, bit: int) -> ir.Value:
     """Whether a bit is set."""
-    return arith.cmpi(arith.CmpIPredicate.ne, _bit(value, bit), mlir.constant(0))
+    return mlir.compare("ne", _bit(value, bit), 0)
 
 
 def _wait_for_lanes() -> None:
     """Synchronizes the lanes of the warp, so that each sees the others' writes."""
-    mgpu.utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+    mlir.effect("bar.warp.sync 0xffffffff;", convergent=True)
 
 
 def _load_matrices(place: ir.Value, offset: int, *, transposed: bool) -> list[ir.Value]:
@@ -584,11 +565,7 @@ def _load_matrices(place: ir.Value, offset: int, *, transposed: bool) -> list[ir
     turned = ".trans" if transposed else ""
     code = f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
     kinds = [mlir.i32()] * 4
-    return list(
-        mgpu.utils.inline_ptx(
-            code, place, result_types=kinds, has_side_effects=True, convergent=True
-        )
-    )
+    return mlir.ptx(code, place, kinds=kinds, convergent=True)
 
 
 def _load(place: ir.Value) -> ir.Value:
@@ -599,9 +576,7 @@ def _load(place: ir.Value) -> ir.Value:
 
 def _store(place: ir.Value, word: ir.Value, predicate: ir.Value | None = None) -> None:
     """Writes a word of shared memory; all lanes stay together, whatever the predicate."""
-    mgpu.utils.inline_ptx(
-        "st.shared.b32 [$0], $1;", place, word, predicate=predicate, has_side_effects=True
-    )
+    mlir.effect("st.shared.b32 [$0], $1;", place, word, predicate=predicate)
 
 
 def representatives_kernel(
@@ -630,7 +605,6 @@ def representatives_kernel(
         count=count,
         kind=query.dtype,
         by_warp=by_warp,
-        interpret=interpret,
     )
     shape = (batch, rows, count, heads, 2, quarter)
     size = (_HEADS, 2, _QUERIES, quarter)
@@ -648,7 +622,7 @@ def representatives_kernel(
         grid=(batch, -(-rows * heads // _HEADS)),
         grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="representatives",
     )
     found = kernel(query, valid.astype(jnp.int32))

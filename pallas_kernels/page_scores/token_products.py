@@ -28,20 +28,16 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as typed_arith
 from jaxlib.mlir.dialects import memref
-from jaxlib.mlir.dialects import scf as typed_scf
 from jaxtyping import Array
 
 from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
-from sketchwalk_jax.pallas_kernels.lib import row_ops
+from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
-
-# The modules' type annotations lack the operands of their functions.
-arith: Any = typed_arith
-scf: Any = typed_scf
+from sketchwalk_jax.scaled import power_of_two
 
 KEYS = 64  # per block
 QUERIES = 8  # per product
@@ -103,7 +99,6 @@ def block_products(
     count: int,
     there: Array,
     length: Array,
-    interpret: bool,
 ) -> None:
     """Writes the products of a thread block's existing key blocks to shared memory.
 
@@ -123,23 +118,17 @@ def block_products(
       count: Key blocks per thread block, a multiple of 4.
       there: Number of these that exist in the sequence.
       length: Number of keys in the sequence.
-      interpret: Whether the interpreter runs the kernel.
     """
-    if interpret:
+    if ops.is_interpreted():
         _products_interpreted(
             query, code, centre, step, peaks, shared, kv_head, group, first, count, length
         )
         return
-    reference, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+    refs = (query, code, centre, step, peaks, shared, room)
 
-    @plgpu.inline_mgpu(arg_types=(*(reference,) * 7, *(scalar,) * 4))
-    def products(_: Any, query: Any, code: Any, centre: Any, step: Any, *rest: Any) -> None:
-        peaks, shared, room, *numbers = rest
-        numbers = [mlir.scalars(x)[0] for x in numbers]
-        warp = _Warp(query, code, centre, step, peaks, shared, room, group, count, *numbers)
-        warp.run()
-
-    products(query, code, centre, step, peaks, shared, room, kv_head, first, there, length)
+    @mlir.emit(*refs, numbers=(kv_head, first, there, length))
+    def _(*values: Any) -> None:
+        _Warp(group, count, *values).run()
 
 
 def _products_interpreted(
@@ -166,11 +155,11 @@ def _products_interpreted(
     is_above = (bits & 0x7FFFFF) > 0x600000
     shift = (bits >> 23) - 135 + is_above.astype(jnp.int32)
     shift = jnp.clip(shift, -_LARGEST_SHIFT, _LARGEST_SHIFT)
-    up, down = _power_of_two(shift), _power_of_two(-shift)
+    up, down = power_of_two(shift), power_of_two(-shift)
     rounded = (heads * down).astype(jnp.float8_e4m3fn).astype(jnp.float32)
     signed = jax.lax.bitcast_convert_type(code, jnp.int8).astype(jnp.int32)
     codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
-    beside = codes * _power_of_two(step.astype(jnp.int32))[:, None]
+    beside = codes * power_of_two(step.astype(jnp.int32))[:, None]
     products = jnp.einsum("jsc,nc->jsn", beside, rounded, precision=jax.lax.Precision.HIGHEST)
     place = block[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
     is_key = (place < length) & (step[:, :1] != NO_STEP)
@@ -182,10 +171,6 @@ def _products_interpreted(
     )
 
 
-def _power_of_two(exponent: Array) -> Array:
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
 class _Warp:
     """The work of one warp; values are per thread.
 
@@ -194,6 +179,8 @@ class _Warp:
 
     def __init__(
         self,
+        group: int,
+        count: int,
         query: ir.Value,
         code: ir.Value,
         centre: ir.Value,
@@ -201,8 +188,6 @@ class _Warp:
         peaks: ir.Value,
         shared: ir.Value,
         room: ir.Value,
-        group: int,
-        count: int,
         kv_head: ir.Value,
         first: ir.Value,
         there: ir.Value,
@@ -232,13 +217,13 @@ class _Warp:
             self._start_copy(_int(index))
         own = arith.muli(self._kv_head, _int(self._group))
         head = arith.addi(own, self._row)
-        is_head = _flag(arith.cmpi(arith.CmpIPredicate.slt, self._row, _int(self._group)))
+        is_head = mlir.flag(mlir.compare("slt", self._row, self._group))
         width = ir.MemRefType(self._query.type).shape[1]
         place = arith.addi(arith.muli(head, _int(width)), self._channel)
-        queries = [
-            _load(_address(self._query, arith.addi(place, _int(start))), 2 * self._words, is_head)
-            for start in (width // 4, 3 * width // 4)
-        ]
+        queries = []
+        for start in (width // 4, 3 * width // 4):
+            pointer = mlir.address(self._query, arith.addi(place, _int(start)))
+            queries.append(mlir.load(pointer, 2 * self._words, is_head))
         centres = [self._load_centres(8 * part) for part in range(-(-blocks // 8))]
         pairs = [four_bits.in_pairs(x) for x in queries]
         self._write_shared(pairs, centres)
@@ -253,7 +238,7 @@ class _Warp:
         bounds = [mlir.index(x) for x in (_int(0), self._own, _int(1))]
         loop = scf.ForOp(*bounds, [])
         with ir.InsertionPoint(loop.body):
-            index = arith.index_cast(_i32(), loop.induction_variable)
+            index = arith.index_cast(mlir.i32(), loop.induction_variable)
             self._await_copy()
             # This overwrites the previous block, which all lanes have read.
             self._start_copy(arith.addi(index, _int(_STAGES - 1)))
@@ -273,25 +258,25 @@ class _Warp:
 
     def _start_copy(self, index: ir.Value) -> None:
         """Starts to copy one block, if it exists, in 512 adjacent bytes per warp at a time."""
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, self._own)):
+        with mgpu.when(mlir.compare("ult", index, self._own)):
             block = arith.addi(self._first, self._local(index))
             offset = arith.muli(self._lane, _int(_CHUNK))
             target = arith.addi(self._stage(index), offset)
             size, at_once = KEYS * self._row_bytes, mlir.LANES * _CHUNK
             place = arith.muli(self._row_of_block(block), _int(size))
-            source = _address(self._code, arith.addi(place, offset))
+            source = mlir.address(self._code, arith.addi(place, offset))
             for start in range(0, size, at_once):
                 _copy(target, source, start, start)
-            has_steps = arith.cmpi(arith.CmpIPredicate.ult, offset, _int(2 * self._row_bytes))
+            has_steps = mlir.compare("ult", offset, 2 * self._row_bytes)
             with mgpu.when(has_steps):
-                source = _address(self._step, arith.addi(self._place_of_block(block), offset))
+                source = mlir.address(self._step, arith.addi(self._place_of_block(block), offset))
                 _copy(target, source, size, 0)
-        mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+        mlir.effect("cp.async.commit_group;")
 
     def _await_copy(self) -> None:
         """Waits until all lanes have copied the next block."""
         code = f"cp.async.wait_group {_STAGES - 2}; bar.warp.sync 0xffffffff;"
-        mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
+        mlir.effect(code, convergent=True)
 
     def _read(self, index: ir.Value) -> list[ir.Value]:
         """Reads a block's quantized keys, one row per group, and its scale exponents."""
@@ -300,10 +285,10 @@ class _Warp:
         found: list[ir.Value] = []
         for group in range(_GROUPS):
             offset = 8 * group * self._row_bytes
-            found += _load(own, self._words, offset=offset, space="shared")
+            found += mlir.load(own, self._words, offset=offset, space="shared")
         for half in (LOW, HIGH):
             offset = (KEYS + half) * self._row_bytes
-            found += _load(start, self._words, offset=offset, space="shared")
+            found += mlir.load(start, self._words, offset=offset, space="shared")
         return found
 
     def _row_of_block(self, block: ir.Value) -> ir.Value:
@@ -318,11 +303,11 @@ class _Warp:
         """Loads the zero point of the warp's block `start` plus the thread's row; and its index."""
         index = arith.addi(self._row, _int(start))
         local = self._local(index)
-        is_there = _flag(arith.cmpi(arith.CmpIPredicate.ult, index, self._own))
+        is_there = mlir.flag(mlir.compare("ult", index, self._own))
         place = self._place_of_block(arith.addi(self._first, local))
-        pointer = _address(self._centre, arith.addi(place, self._channel))
+        pointer = mlir.address(self._centre, arith.addi(place, self._channel))
         halves = [
-            _load(pointer, 2 * self._words, is_there, offset=2 * half * self._row_bytes)
+            mlir.load(pointer, 2 * self._words, is_there, offset=2 * half * self._row_bytes)
             for half in (LOW, HIGH)
         ]
         return local, [four_bits.in_pairs(x) for x in halves]
@@ -341,9 +326,9 @@ class _Warp:
             peak = mlir.run(code, peak, mgpu.utils.shfl_bfly(peak, distance))
         peak = arith.maxui(arith.shrui(peak, _int(16)), arith.andi(peak, _int(0xFFFF)))
         # 448 is 1.75 · 2^8.
-        is_above = arith.cmpi(arith.CmpIPredicate.sgt, arith.andi(peak, _int(0x7F)), _int(0x60))
+        is_above = mlir.compare("sgt", arith.andi(peak, _int(0x7F)), 0x60)
         shift = arith.addi(arith.shrui(peak, _int(7)), _int(-135))
-        shift = arith.addi(shift, _flag(is_above))
+        shift = arith.addi(shift, mlir.flag(is_above))
         shift = arith.minsi(arith.maxsi(shift, _int(-_LARGEST_SHIFT)), _int(_LARGEST_SHIFT))
         up, down = (
             arith.shli(arith.addi(x, _int(127)), _int(23))
@@ -371,7 +356,7 @@ class _Warp:
             for word in range(self._words):
                 left = [rows[half][2 * word + k] for k in range(2) for rows in both]
                 right = pairs[half][2 * word : 2 * word + 2]
-                total = _multiply("bf16", left, right, total)
+                total = mlir.multiply("bf16", left, right, total)
         for part, (local, _) in enumerate(centres):
             self._store_shared(local, total[2 * part : 2 * part + 2])
 
@@ -399,7 +384,7 @@ class _Warp:
             total = []
             for group in (2 * tile, 2 * tile + 1):
                 row = arith.addi(self._row, _int(8 * group))
-                is_key = arith.cmpi(arith.CmpIPredicate.slt, row, left)
+                is_key = mlir.compare("slt", row, left)
                 total += [arith.select(is_key, zero, least)] * 2  # masks missing keys
             for word in range(words):
                 rows = [codes[group * words + word] for group in (2 * tile, 2 * tile + 1)]
@@ -410,7 +395,7 @@ class _Warp:
                         for index, x in enumerate(rows)
                     ]
                     right = rounded[half][2 * word : 2 * word + 2]
-                    total = _multiply("f16", numbers, right, total)
+                    total = mlir.multiply("f16", numbers, right, total)
             found.append([_larger(*total[column::2]) for column in range(2)])
         self._store_peaks(found, local, scales)
 
@@ -422,10 +407,7 @@ class _Warp:
         In each exchange two rows split their numbers: by column for the row's lowest bit, then by
         page for its other bits.
         """
-        bits = [
-            arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self._row, _int(1 << bit)), _int(0))
-            for bit in range(3)
-        ]
+        bits = [mlir.compare("ne", arith.andi(self._row, _int(1 << bit)), 0) for bit in range(3)]
         values = [_larger_of_rows(columns, bits[0], 4) for columns in peaks]
         values = [_larger_of_rows(values[two : two + 2], bits[1], 8) for two in (0, 2)]
         value = _larger_of_rows(values, bits[2], 16)
@@ -466,18 +448,7 @@ def _shuffle(value: ir.Value, lane: ir.Value) -> ir.Value:
 def _copy(target: ir.Value, source: ir.Value, offset: int, from_start: int) -> None:
     """Starts to copy 16 bytes to shared memory."""
     code = f"{_COPY} [$0 + {offset}], [$1 + {from_start}], {_CHUNK};"
-    mgpu.utils.inline_ptx(code, target, source, has_side_effects=True)
+    mlir.effect(code, target, source)
 
 
-def _flag(condition: ir.Value) -> ir.Value:
-    """Converts a condition to 1 or 0."""
-    return arith.extui(_i32(), condition)
-
-
-_i32, _int, _address, _multiply = (
-    mlir.i32,
-    mlir.constant,
-    mlir.address,
-    mlir.multiply,
-)
-_load = mlir.load
+_int = mlir.constant

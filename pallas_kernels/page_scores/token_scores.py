@@ -76,14 +76,12 @@ class _Sizes:
       count: Key blocks per thread block.
       scale: Factor of the logits.
       exponent: Exponent of the shares.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     group: int
     count: int
     scale: float
     exponent: int
-    interpret: bool
 
 
 def blocks_of_part(batch: int, kv_heads: int, num_blocks: int) -> int:
@@ -136,9 +134,8 @@ def _score(
             count=sizes.count,
             there=there,
             length=length,
-            interpret=sizes.interpret,
         )
-        row_ops.barrier(interpret=sizes.interpret)
+        row_ops.barrier()
         own = [ops.read(peaks.at[page]) for page in range(SCORED_PAGES)]
         beside = ops.read(shared)
         # In base 2.
@@ -175,7 +172,7 @@ def _write(
     sizes: _Sizes,
 ) -> None:
     """Writes the results of existing heads and blocks."""
-    if sizes.interpret:
+    if ops.is_interpreted():
         heads, size = pl.ds(head, sizes.group), sizes.count * SCORED_PAGES
         found = jnp.stack([x[: sizes.count, : sizes.group].T for x in powers], axis=-1)
         found = found.reshape(sizes.group, size).astype(powers_ref.dtype)
@@ -230,13 +227,7 @@ def token_scores_kernel(
     num_blocks, kv_heads = code.shape[2:4]
     count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
     parts = -(-num_blocks // count)
-    sizes = _Sizes(
-        group=num_heads // kv_heads,
-        count=count,
-        scale=scale,
-        exponent=exponent,
-        interpret=interpret,
-    )
+    sizes = _Sizes(group=num_heads // kv_heads, count=count, scale=scale, exponent=exponent)
     sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
     numbers = jax.ShapeDtypeStruct((batch, num_heads, room[1]), jnp.bfloat16)
     found = ops.kernel(
@@ -250,7 +241,7 @@ def token_scores_kernel(
         grid=(batch, parts, kv_heads),
         grid_names=("batch", "part", "kv_head"),
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
         kernel_name="token_scores",
     )(query, code, centre, step, lengths, layer.astype(jnp.int32)[None])
     powers, top, total = found

@@ -57,24 +57,6 @@ def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     return replace(keys, magnitude >= _FORCED, _BEYOND)
 
 
-def row_keys(
-    scores: Float[Array, "..."],
-    columns: Int[Array, "..."],
-    row: Int[Array, ""],
-    *,
-    is_padded: bool,
-    num_blocks: int,
-    sink_blocks: int,
-    local_blocks: int,
-) -> Int[Array, "..."]:
-    """Returns a row's keys, with forced blocks highest and blocks above the diagonal lowest."""
-    keys = ordered_keys(scores)
-    forced = (columns < sink_blocks) | (columns > row - local_blocks)
-    keys = replace(keys, forced, _FORCED)
-    keys = replace(keys, columns > row, _BEYOND)
-    return replace(keys, columns >= num_blocks, _ABSENT) if is_padded else keys
-
-
 def row_threshold(
     keys: Int[Array, "..."],
     count: Int[Array, ""],
@@ -82,7 +64,6 @@ def row_threshold(
     *,
     guesses: tuple[int, ...] = (),
     layout: Any,
-    interpret: bool,
 ) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
     """Finds the keys to keep: all from `upper` on, and the first `missing` equal to `lower`.
 
@@ -96,7 +77,6 @@ def row_threshold(
       scratch: `row_ops.scratch_of_counts()`.
       guesses: Three keys in ascending order to try first; the result does not depend on them.
       layout: Layout of the keys.
-      interpret: Whether the interpreter runs the kernel.
 
     Returns:
       `lower`, `upper` and `missing`.
@@ -107,7 +87,7 @@ def row_threshold(
 
     def narrow(state: _Bracket, limits: tuple[Array, Array, Array]) -> _Bracket:
         lower, upper, above, turn = state
-        kept = row_ops.count_kept(keys, limits, scratch, turn, layout=layout, interpret=interpret)
+        kept = row_ops.count_kept(keys, limits, scratch, turn, layout=layout)
         # The least limit that does not keep too many becomes `upper`, the one below it `lower`.
         for limit, number in reversed(list(zip(limits, kept, strict=True))):
             upper = jnp.where(number <= count, limit, upper)
@@ -154,7 +134,6 @@ def select_row(
     local_blocks: int,
     guesses: tuple[int, ...] = (),
     layout: Any,
-    interpret: bool,
 ) -> None:
     """Writes the block indices of one row, which is in registers, a stretch per warpgroup.
 
@@ -171,21 +150,17 @@ def select_row(
       local_blocks: Number of last blocks up to the diagonal that are always kept.
       guesses: Three guesses of the least key to keep, ascending.
       layout: Layout of `scores` and `columns`.
-      interpret: Whether the interpreter runs the kernel.
     """
-    keys = row_keys(
-        scores,
-        columns,
-        row,
-        is_padded=is_padded,
-        num_blocks=num_blocks,
-        sink_blocks=sink_blocks,
-        local_blocks=local_blocks,
-    )
-    where: dict[str, Any] = dict(layout=layout, interpret=interpret)
-    lower, upper, missing = row_threshold(keys, count, scratch, guesses=guesses, **where)
+    keys = ordered_keys(scores)
+    # Forced blocks are highest, those above the diagonal lowest but for columns beyond the end.
+    forced = (columns < sink_blocks) | (columns > row - local_blocks)
+    keys = replace(keys, forced, _FORCED)
+    keys = replace(keys, columns > row, _BEYOND)
+    if is_padded:
+        keys = replace(keys, columns >= num_blocks, _ABSENT)
+    lower, upper, missing = row_threshold(keys, count, scratch, guesses=guesses, layout=layout)
     row_ops.write_kept(
-        keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, **where
+        keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, layout=layout
     )
 
 
@@ -253,7 +228,6 @@ def select_blocks_kernel(
             sink_blocks=sink_blocks,
             local_blocks=local_blocks,
             layout=layout,
-            interpret=interpret,
         )
 
     total = batch * num_rows
@@ -265,6 +239,6 @@ def select_blocks_kernel(
         kernel_name="sketchwalk_select_rows",
         scratch_types=[row_ops.scratch_of_counts()],
         compiler_params=ops.compiler_params(),
-        interpret=ops.interpreter(interpret),
+        interpret=interpret,
     )(pad_columns(scores).reshape(total, width), rows.reshape(total), counts.reshape(total))
     return BlockSelection(ids.reshape(batch, 1, num_rows, max_count), counts[:, None], block_size)

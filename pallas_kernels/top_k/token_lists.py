@@ -65,7 +65,6 @@ class _Sizes:
     """Static parameters of a call.
 
     Attributes:
-      num_heads: Query heads.
       num_columns: Pages per sequence.
       height: Tiles per row, with padding.
       count: Columns per part.
@@ -73,10 +72,8 @@ class _Sizes:
       exponent: Order of the norm over heads.
       decay: Factor of the previous layer's page scores.
       is_spread: Whether `long_token_scores` has computed the page scores.
-      interpret: Whether the interpreter runs the kernel.
     """
 
-    num_heads: int
     num_columns: int
     height: int
     count: int
@@ -84,7 +81,6 @@ class _Sizes:
     exponent: int
     decay: float
     is_spread: bool
-    interpret: bool
 
 
 def _list_blocks(
@@ -102,7 +98,6 @@ def _list_blocks(
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
-    where: dict[str, Any] = dict(layout=layout, interpret=sizes.interpret)
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
     there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
@@ -111,20 +106,20 @@ def _list_blocks(
     place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
     count = budget_ref[layer, place]
     evidence_row = evidence_ref.at[sequence]
-    previous = functools.partial(row_ops.read_row, columns, evidence_row, **where)
+    previous = functools.partial(row_ops.read_row, columns, evidence_row, layout=layout)
     if sizes.is_spread:
         evidence = previous()
     else:
         powers, top, total = (ref.at[sequence] for ref in parts)
-        tiles: dict[str, Any] = dict(height=own, columns=TILE, interpret=sizes.interpret)
+        tiles: dict[str, Any] = dict(height=own, columns=TILE)
         read = row_ops.read_powers(powers, there, **tiles)
         before = previous()
         _write_factors(top, total, factors, warpgroup, there, sizes=sizes)
-        row_ops.program_barrier(interpret=sizes.interpret)
+        row_ops.program_barrier()
         sums = row_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
         sums = jnp.where(columns < there, sums, 0.0)
         evidence = evidence_of(sums, before, exponent=sizes.exponent, decay=sizes.decay)
-        row_ops.write_row(evidence, columns, evidence_row, **where)
+        row_ops.write_row(evidence, columns, evidence_row, layout=layout)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
@@ -139,7 +134,7 @@ def _list_blocks(
         scratch,
         num_blocks=sizes.num_columns,
         guesses=_GUESSES,
-        **where,
+        layout=layout,
         **lists,
     )
 
@@ -238,7 +233,6 @@ def select_token_by_page_scores_kernel(
         parts = TokenParts(powers, top, total, parts.size)
     of_column = num_heads * parts.powers.dtype.itemsize
     sizes = _Sizes(
-        num_heads=num_heads,
         num_columns=num_columns,
         height=height,
         count=parts.size,
@@ -246,7 +240,6 @@ def select_token_by_page_scores_kernel(
         exponent=exponent,
         decay=decay,
         is_spread=of_column * num_columns > _MOST_BYTES,
-        interpret=interpret,
     )
     scratch: dict[str, Any] = {"scratch": row_ops.scratch_of_counts(warpgroups)}
     given, evidence = list(parts[:-1]), jax.new_ref(state)
@@ -275,7 +268,8 @@ def select_token_by_page_scores_kernel(
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret, detect_races=False),
+        interpret=interpret,
+        detect_races=False,
         kernel_name="token_lists",
     )(*given, evidence, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
     selection = BlockSelection(

@@ -85,7 +85,6 @@ def _sum_tokens(
     num_tokens: int,
     factors: tuple[float, ...],
     is_projected: bool,
-    interpret: bool,
 ) -> None:
     """Adds up the tokens of one block, or of one part of it.
 
@@ -118,7 +117,7 @@ def _sum_tokens(
     for memory, total in zip(memories, totals, strict=True):
         for (start, vector), piece in zip(_pieces(memory.shape[0]), total, strict=True):
             memory[pl.ds(start, vector * THREADS)] = piece
-    row_ops.barrier(interpret=interpret)
+    row_ops.barrier()
     for which, (memory, factor) in enumerate(zip(memories, factors, strict=True)):
         total = _fold(memory, wide)
         if factor != 1.0:
@@ -128,7 +127,7 @@ def _sum_tokens(
         else:
             out_ref[sequence, index, which] = total
     if matrix is not None:
-        row_ops.barrier(interpret=interpret)
+        row_ops.barrier()
         _project(matrix, folded, out_ref.at[sequence, index])
 
 
@@ -211,7 +210,6 @@ def block_sums_kernel(
             num_tokens=block_size // parts,
             factors=tuple(1 / x.shape[2] for x in (query, key)),
             is_projected=is_projected,
-            interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=shape[:2],
@@ -221,7 +219,8 @@ def block_sums_kernel(
             plgpu.SMEM((2, wide), jnp.float32),
         ],
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret, detect_races=False),
+        interpret=interpret,
+        detect_races=False,
         kernel_name="sketchwalk_block_sums",
     )(
         query.reshape(batch, tokens, sizes[0]),

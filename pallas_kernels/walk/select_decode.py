@@ -68,7 +68,6 @@ def _select_token(
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = part_ref.shape[2] // warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
-    where: dict[str, Any] = dict(layout=layout, interpret=tiling.interpret)
     direct = ops.read(direct_ref.at[sequence, pl.ds(warpgroup * own, own)], layout)
     row = position_ref[sequence] // tiling.block_size
     layers = layers_ref[0]
@@ -80,17 +79,16 @@ def _select_token(
         height=own,
         num_tiles=tiling.num_key_tiles,
         is_triangle=tiling.has_few_tiles,
-        interpret=tiling.interpret,
     )
     # Scale the largest magnitude to `[1, 2) · 2^STATE_EXPONENT`.
     exponent = replace(exponents + exponent_of(value), value == 0.0, 2 * NO_EXPONENT)
     positive = replace(exponent, value <= 0.0, 2 * NO_EXPONENT)
-    largest, largest_positive = row_ops.maxima((exponent, positive), scratch, **where)
+    largest, largest_positive = row_ops.maxima((exponent, positive), scratch, layout=layout)
     shift = jnp.minimum(exponent - largest, 0) + STATE_EXPONENT
     state = jnp.where(value == 0.0, 0.0, mantissa_of(value) * power_of_two(shift))
     columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
     columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
-    row_ops.write_row(state, columns, state_ref.at[sequence], **where)
+    row_ops.write_row(state, columns, state_ref.at[sequence], layout=layout)
     is_walked = largest_positive - largest + STATE_EXPONENT > -LARGEST_EXPONENT
     is_walked = is_walked & (largest_positive > NO_EXPONENT)
 
@@ -110,7 +108,7 @@ def _select_token(
         ids_ref.at[sequence],
         scratch,
         guesses=_GUESSES,
-        **where,
+        layout=layout,
         **lists,
     )
 
@@ -180,12 +178,10 @@ def select_token_kernel(
         use_walk=use_walk,
         is_sketched=not isinstance(token, HeadQueries),
         overlaps=overlaps and not interpret,
-        interpret=interpret,
     )
     height, warpgroups = room_of(tiling.num_key_tiles, interpret=interpret)
-    parts = walk_row_kernel(
-        token, query_sums, key_sums, state, layers[None], positions, tiling=tiling, height=height
-    )
+    of_parts: dict[str, Any] = dict(tiling=tiling, height=height, interpret=interpret)
+    parts = walk_row_kernel(token, query_sums, key_sums, state, layers[None], positions, **of_parts)
     budget = jnp.asarray(counts, jnp.int32)
     ids, new_row, kept, walked = ops.kernel(
         functools.partial(
@@ -209,7 +205,8 @@ def select_token_kernel(
         thread_name="warpgroup",
         scratch_types=[row_ops.scratch_of_counts(warpgroups)],
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(interpret, detect_races=False),
+        interpret=interpret,
+        detect_races=False,
         kernel_name="sketchwalk_select_token",
     )(*parts, positions, layers[None], budget if budget.ndim == 2 else budget[None])
     selection = BlockSelection(ids[:, None, None], kept[:, None, None], block_size)

@@ -92,7 +92,6 @@ class WalkTiling:
       use_walk: Whether the row is multiplied by `W`; otherwise it is `W`'s own row in every layer.
       is_sketched: Whether tokens come as sketches, not as queries to project.
       overlaps: Whether the kernel launches early and waits for the previous ones.
-      interpret: Whether the interpreter runs the kernel.
     """
 
     num_blocks: int
@@ -104,7 +103,6 @@ class WalkTiling:
     use_walk: bool
     is_sketched: bool
     overlaps: bool
-    interpret: bool
 
     @property
     def num_tiles(self) -> int:
@@ -153,7 +151,7 @@ class WalkTiling:
     @property
     def shares_keys(self) -> bool:
         """Whether the split keys stay in shared memory, for both warpgroups."""
-        return self.num_chunks == 1 and not self.interpret
+        return self.num_chunks == 1 and not ops.is_interpreted()
 
     @property
     def low_exponent(self) -> int:
@@ -179,13 +177,9 @@ class WalkTiling:
         """Exponent of a tile's largest weight."""
         return min(self.low_exponent, _WEIGHT_EXPONENT) if self.is_low else _WEIGHT_EXPONENT
 
-    def threads(self) -> dict[str, Any]:
-        """Returns launch options: one thread per half, but a single one for the interpreter."""
-        return {} if self.interpret else {"num_threads": _HALVES, "thread_name": "half"}
-
     def halves(self) -> list[Array]:
         """Returns this thread's half; for the interpreter both, first the one that hands over."""
-        if self.interpret:
+        if ops.is_interpreted():
             return [jnp.int32(half) for half in (1, 0)]
         return [jax.lax.axis_index("half")]
 
@@ -329,7 +323,7 @@ def _shifts_by(peaks: Float[Array, "R"], top: int) -> Int[Array, "R"]:
 
 def _write_parts(x: Float[Array, "R C"], shift: Int[Array, "R"], parts: Any) -> None:
     """Splits `2^shift x` into two parts and writes them over `x` in shared memory."""
-    row_ops.barrier(interpret=False)  # all have read what was there
+    row_ops.barrier()  # all have read what was there
     x = x * ops.spread(power_of_two(shift), x.shape, 0)
     high = x.astype(jnp.float16)
     parts[0, ...] = high
@@ -366,7 +360,7 @@ def _blocks(tile: Array, axis: int, width: int = TILE) -> Array:
 # One warpgroup and its tiles
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Tiles:
     """The tiles of one warpgroup: 64 key blocks, and 64 query blocks at a time.
 
@@ -393,6 +387,12 @@ class _Tiles:
     has_keys: Array
     key_slot: Array
     query_slot: Array
+
+    @classmethod
+    def of(cls, *fields: Any) -> "_Tiles":
+        """Returns the tiles from all fields but the slots."""
+        *_, half, _, _, has_keys = fields
+        return cls(*(*fields, jnp.where(has_keys, half, 0), _HALVES + half))
 
     # Copies
 
@@ -422,7 +422,7 @@ class _Tiles:
 
     def await_warps(self) -> None:
         """Waits for the other warps of the warpgroup."""
-        row_ops.barrier(interpret=self.tiling.interpret)
+        row_ops.barrier()
 
     # Operands
 
@@ -508,8 +508,7 @@ class _Tiles:
         return largest
 
     def _maximum(self, x: Array) -> Array:
-        interpret = self.tiling.interpret
-        return row_ops.maximum(x, self.memory.maxima, layout=_BY_KEY, interpret=interpret)
+        return row_ops.maximum(x, self.memory.maxima, layout=_BY_KEY)
 
     # Scores
 
@@ -533,7 +532,7 @@ class _Tiles:
 
     def _score(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Computes a tile's scores, and during the product the weights."""
-        if self.tiling.interpret:
+        if ops.is_interpreted():
             return self._score_interpreted(query_tile, state, is_only=is_only)
         if self.tiling.num_chunks == 1:
             return self._score_chunk(query_tile, state, is_only=is_only)
@@ -734,18 +733,7 @@ def _walk_few_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
         is_new = of_first | (split != line)  # the middle line has no partner
         # Without sharing, each warpgroup loads its own keys.
         has_keys = is_corner | (half == 0) if tiling.shares_keys else index >= 0
-        tiles = _Tiles(
-            tiling=tiling,
-            refs=refs,
-            memory=memory,
-            token=token,
-            half=half,
-            split=split,
-            tile=tile,
-            has_keys=has_keys,
-            key_slot=jnp.where(has_keys, half, 0),
-            query_slot=_HALVES + half,
-        )
+        tiles = _Tiles.of(tiling, refs, memory, token, half, split, tile, has_keys)
         query_tile = jnp.where(is_corner, tile, 2 * split + half)
         _walk_one_tile(tiles, query_tile, is_corner=is_corner, is_new=is_new)
 
@@ -805,19 +793,7 @@ def _walk_many_tiles(*arrays: Any, tiling: WalkTiling, **scratch: Any) -> None:
     index, line, token = _begin(refs, tiling)
     for half in tiling.halves():
         has_keys = half == 0 if tiling.shares_keys else index >= 0  # or each loads its own
-        tiles = _Tiles(
-            tiling=tiling,
-            refs=refs,
-            memory=memory,
-            token=token,
-            half=half,
-            split=line,
-            tile=index,
-            has_keys=has_keys,
-            key_slot=jnp.where(has_keys, half, 0),
-            query_slot=_HALVES + half,
-        )
-        _walk_line(tiles)
+        _walk_line(_Tiles.of(tiling, refs, memory, token, half, line, index, has_keys))
 
 
 def _walk_line(tiles: _Tiles) -> None:
@@ -912,6 +888,7 @@ def walk_row_kernel(
     *,
     tiling: WalkTiling,
     height: int,
+    interpret: bool,
 ) -> RowParts:
     """Computes scores of one token per sequence, and its next row of the walk in parts.
 
@@ -924,6 +901,7 @@ def walk_row_kernel(
       positions: Positions of the tokens.
       tiling: Static parameters.
       height: Tiles of key blocks in the results, with padding.
+      interpret: Whether the interpreter runs the kernel, in which one thread has both halves.
 
     Returns:
       The parts.
@@ -949,10 +927,11 @@ def walk_row_kernel(
         ],
         grid=(*tiling.grid, batch),
         grid_names=("index", "line", "sequence"),
-        **tiling.threads(),
+        **({} if interpret else {"num_threads": _HALVES, "thread_name": "half"}),
         scratch_types=_scratch(tiling),
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
-        interpret=ops.interpreter(tiling.interpret, detect_races=False),
+        interpret=interpret,
+        detect_races=False,
         kernel_name="sketchwalk_walk_row",
     )(
         rows,

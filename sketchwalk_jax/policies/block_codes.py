@@ -24,7 +24,7 @@ from sketchwalk_jax.policies.base import Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
 from sketchwalk_jax.pytree import register
-from sketchwalk_jax.scaled import ceil_log2, exact_power_of_two, to_float8
+from sketchwalk_jax.scaled import ceil_log2, power_of_two, to_float8
 
 LARGEST_CODE = 7
 # Range of scales for which `step · code` is exact in float8_e4m3fn: up to 7 · 2^6 = 448, from 2^-9.
@@ -167,7 +167,7 @@ class BlockCodes:
         signed = jnp.swapaxes(jax.lax.bitcast_convert_type(code, jnp.int8), 2, 3)
         low = jnp.right_shift(jnp.left_shift(signed, 4), 4)
         codes = jnp.concatenate([low, jnp.right_shift(signed, 4)], axis=-1)
-        scale = jnp.where(step == NO_KEY, jnp.nan, exact_power_of_two(step.astype(jnp.int32)))
+        scale = jnp.where(step == NO_KEY, jnp.nan, power_of_two(step.astype(jnp.int32)))
         found = codes.astype(dtype) * scale.astype(dtype)[:, :, None]
         return found.reshape(found.shape[0], -1, *found.shape[3:])
 
@@ -221,7 +221,7 @@ def encode(
     away = jnp.where(counts, x - centre[:, :, None], 0.0)
     step = ceil_log2(jnp.max(jnp.abs(away), axis=2) / LARGEST_CODE)
     step = jnp.clip(step, MIN_STEP, MAX_STEP)
-    codes = jnp.round(away * exact_power_of_two(-step)[:, :, None])
+    codes = jnp.round(away * power_of_two(-step)[:, :, None])
     codes = jnp.clip(codes, -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
     low_part, high_part = jnp.split(codes, 2, axis=-1)
     packed = jnp.bitwise_or(jnp.left_shift(high_part, 4), jnp.bitwise_and(low_part, jnp.int8(15)))
