@@ -732,7 +732,7 @@ def selection_part(case: Case) -> Measure:
         sets = draw_sets()
         times = common.rounds({"ours": queued(ours, sets), "peer": queued(peer, sets)}, repeats)
         row = sides(times, "xla")
-        channels, pairs = len(policy.channels(case.head_dim)), case.tokens * (case.tokens + 1) / 2
+        channels, pairs = case.head_dim // 2, case.tokens * (case.tokens + 1) / 2
         if case.op == "scores":
             work = 2 * case.batch * case.heads[0] * channels * pairs * QUERIES / case.block_size
             row["tflops"] = work / row["ours_ms"] / 1e9

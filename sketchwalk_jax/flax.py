@@ -70,8 +70,6 @@ __all__ = [
     "make_attention_fn",
 ]
 
-# Calls that a layer makes to its `attention_fn`: causal self-attention, or refused.
-
 
 def _check_policy(policy: Policy) -> None:
     """Raises unless the policy is a Sketch-and-Walk policy."""
@@ -365,7 +363,8 @@ def _walk_layer(
         call.query, call.key, call.value, call.lengths, scores
     )
     dense_layers = _dense_layers(policy)
-    is_dense, walked = _place(layer, dense_layers)
+    indices = jnp.array(dense_layers, jnp.int32)
+    walked = layer - jnp.sum(indices < layer, dtype=jnp.int32)  # sparse layers before this one
 
     def dense() -> tuple[Array, Array]:
         out = dense_attention(query, key, value, kv_lengths=lengths, kernel_config=kernel_config)
@@ -387,25 +386,16 @@ def _walk_layer(
     if not dense_layers:
         out, scores = sparse()
     else:
-        out, scores = jax.lax.cond(is_dense, dense, sparse)
+        out, scores = jax.lax.cond(jnp.any(indices == layer), dense, sparse)
     return call.finish(out), scores
 
 
-def _dense_layers(policy: Policy) -> int | tuple[int, ...]:
-    """Number of leading dense layers, or their indices; a plan may make layers dense too."""
-    if not isinstance(policy, RecommendedConfig) or policy.num_layers is None:
-        return policy.dense_layers
-    return tuple(i for i in range(policy.num_layers) if policy.is_dense(i))
-
-
-def _place(
-    layer: Int[Array, ""], dense_layers: int | tuple[int, ...]
-) -> tuple[Bool[Array, ""], Int[Array, ""]]:
-    """Whether a layer is dense; if not, also the number of sparse layers before it."""
-    if not isinstance(dense_layers, tuple):
-        return layer < dense_layers, layer - dense_layers
-    indices = jnp.array(dense_layers, jnp.int32)
-    return jnp.any(indices == layer), layer - jnp.sum(indices < layer, dtype=jnp.int32)
+def _dense_layers(policy: Policy) -> tuple[int, ...]:
+    """Indices of the dense layers; a plan may make layers dense too."""
+    if isinstance(policy, RecommendedConfig) and policy.num_layers is not None:
+        return tuple(i for i in range(policy.num_layers) if policy.is_dense(i))
+    dense = policy.dense_layers
+    return dense if isinstance(dense, tuple) else tuple(range(dense))
 
 
 class Walk(nnx.Variable):
@@ -505,14 +495,10 @@ class LinenWalkAttention(nn.Module):
     no walk, and computes every layer as if it were the first.
 
     Attributes:
-      policy: The policy that chooses each query's key blocks: a preset of `SketchWalkConfig`, as
-        `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`. With
-        a plan, or with `num_layers`, the recommended policy treats each layer differently;
-        otherwise all layers have the same density.
+      policy: The policy, as in `WalkAttention`.
       is_causal: Whether attention is causal even if a layer does not request it. Linen's layers can
         request it only by a mask.
-      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
-        GPUs), or `None` to choose by device and shape.
+      implementation: Implementation of attention, as in `WalkAttention`.
       kernel_config: Tile sizes of the implementation.
 
     Example:
@@ -707,20 +693,8 @@ class WalkSelfAttention(nnx.Module):
 class LinenWalkSelfAttention(nn.Module):
     """`WalkSelfAttention` as a Linen layer, with the parameters `query`, `key`, `value` and `out`.
 
-    Attributes:
-      num_heads: Number of query heads `N`.
-      num_kv_heads: Number of key/value heads `K`. Default: as many as query heads.
-      head_dim: Size of a head. Default: the features of the input divided by `num_heads`.
-      policy: The policy that chooses the key blocks of each query, such as
-        `SketchWalkConfig.recommended(density=0.2)`. Default: `SketchWalkConfig.recommended()`.
-      rotate: A function `(x, positions) -> x` that is applied to queries and keys, such as rotary
-        embedding.
-      use_bias: Whether projections have a bias.
-      dtype: Type of the computation. Default: promoted from input and parameters.
-      param_dtype: Type of the parameters.
-      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
-        GPUs), or `None` to choose by device and shape.
-      kernel_config: Tile sizes of the implementation.
+    Its attributes are the arguments of `WalkSelfAttention`. The number of features is that of the
+    input.
 
     Example:
       >>> layer = LinenWalkSelfAttention(4)

@@ -11,8 +11,6 @@ import reference
 
 # (query heads, key/value heads): every GQA ratio of released models, and no grouping.
 HEADS = {1: (2, 2), 3: (6, 2), 4: (8, 2), 7: (14, 2), 8: (8, 1)}
-HEAD_DIMS = (32, 64, 128, 256)
-LENGTHS = (1, 63, 64, 65, 127, 200)
 LIST_KINDS = ("shared", "kv_head", "head")
 
 # For kernels' cases: layers of a stack, the layer that is computed, and the type of a case's
@@ -80,6 +78,10 @@ class Layers:
     queries: Sequence[np.ndarray]
     keys: Sequence[np.ndarray]
     values: Sequence[np.ndarray]
+
+    def first(self, length: int) -> "Layers":
+        """Returns the first `length` tokens."""
+        return Layers(*([x[:length] for x in part] for part in vars(self).values()))
 
 
 def draw_layers(

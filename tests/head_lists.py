@@ -5,9 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from policy_runs import SENTINEL
-
-from sketchwalk_jax.policies.base import Span
+from policy_runs import SENTINEL, span_of
 
 CAPACITY = 320
 HEADS, HEAD_DIM = (4, 2), 16
@@ -47,12 +45,7 @@ def select(config, query, key, lengths, *, begin: int = 0, stop: int | None = No
     end = np.minimum(lengths, stop)
     is_real = np.arange(key.shape[1])[None, :, None, None] < end[:, None, None, None]
     cache = np.where(is_real, key, np.nan).astype(np.float32)
-    span = Span(
-        jnp.full(lengths.shape, begin // config.block_size, jnp.int32),
-        jnp.arange(begin, stop)[None, :] < lengths[:, None],
-        jnp.asarray(end),
-        jnp.asarray(lengths),
-    )
+    span = span_of(lengths, config.block_size, begin, stop)
     return _select(query[:, begin:stop], cache[None], span, config=config)
 
 
@@ -71,6 +64,18 @@ def as_sets(selection, num_rows: int | None = None) -> list[list[list[set[int]]]
             heads.append(rows)
         found.append(heads)
     return found
+
+
+def listed(config, prompts, lengths=None, num_rows=None, **columns) -> list[list[list[set[int]]]]:
+    """Selects for a batch of prompts, and returns the listed blocks like `as_sets`."""
+    lengths = [len(query) for query, _ in prompts] if lengths is None else lengths
+    return as_sets(select(config, *stack(prompts), lengths, **columns), num_rows)
+
+
+def assert_same_rows(found, wanted) -> None:
+    """Checks the blocks of each head's rows; later rows are padding and list nothing."""
+    assert [rows[: len(wanted[0])] for rows in found] == list(wanted)
+    assert all(not row for rows in found for row in rows[len(wanted[0]) :])
 
 
 def causal_softmax(queries: np.ndarray, keys: np.ndarray, positions) -> np.ndarray:

@@ -102,16 +102,12 @@ def test_codes_are_those_of_the_specification_and_near_the_keys():
     wanted_offsets = wanted_offsets.reshape(key.shape)
     for place, length in enumerate(LENGTHS):
         for begin in range(0, length, SIZE):
-            end = min(begin + SIZE, length)
-            for head in range(KV_HEADS):
-                wanted = wanted_points[place, begin // SIZE, head]
-                block = centre[place, begin // SIZE, head]
-                np.testing.assert_array_equal(block, wanted)
-                found = beside[place, begin:end, head]
-                np.testing.assert_array_equal(found, wanted_offsets[place, begin:end, head])
-                away = np.abs(found + block - key[place, begin:end, head])
-                width = np.ptp(key[place, begin:end, head], axis=0)
-                assert (away <= width / 12 + 0.05).all()  # half a step, plus rounding
+            rows, block = slice(begin, min(begin + SIZE, length)), begin // SIZE
+            np.testing.assert_array_equal(centre[place, block], wanted_points[place, block])
+            np.testing.assert_array_equal(beside[place, rows], wanted_offsets[place, rows])
+            away = np.abs(beside[place, rows] + centre[place, block] - key[place, rows])
+            width = np.ptp(key[place, rows], axis=0)
+            assert (away <= width / 12 + 0.05).all()  # half a step, plus rounding
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e30])

@@ -16,20 +16,13 @@ from tolerances import tolerance
 
 from sketchwalk_jax import (
     BlockSelection,
-    Dense,
     block_sparse_decode,
-    dense_attention,
-    generate,
     init_cache,
-    init_walk,
-    sketchwalk_attention,
 )
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape, Span
 
 NAMES = ("quest", "adamas")
-# In whole models, test one policy by default: policies differ only in their lists.
-IN_A_MODEL = ("quest", pytest.param("adamas", marks=pytest.mark.slow))
 # Both use one block size, and so the same spans; Adamas needs it only for prompts.
 SIZE, CAPACITY, HEADS, HEAD_DIM, NUM_LAYERS = 16, 96, (6, 2), 16, 2
 OPTIONS = {"block_size": SIZE, "dense_layers": 0}
@@ -58,71 +51,29 @@ def draw(seed: int):
     )
 
 
-def _observe(key, statistics, span, *, config):
-    def one_layer(key, statistics):
-        return config.observe(key, key, statistics, span=span)
-
-    return jax.vmap(one_layer)(key, statistics)
-
-
-observe = jax.jit(_observe, static_argnames="config")
-
-
-def _select(query, cache, statistics, positions, *, config):
-    layer, span = jnp.zeros((), jnp.int32), Span.of_tokens(positions, config.block_size)
-
-    def one_layer(query, statistics):
-        return config.select(query, cache, statistics, None, layer=layer, span=span)[0]
-
-    return jax.vmap(one_layer)(query, statistics)
-
-
-select = jax.jit(_select, static_argnames="config")
-
-
-def read(config, key, lengths, *, chunk=CAPACITY, num_blocks=CAPACITY // SIZE):
+def read(config, key, lengths, **options):
     """Returns every layer's statistics after prompts of these lengths; padding is a sentinel."""
-    lengths = np.asarray(lengths, np.int32)
-    statistics = policy_runs.empty_statistics(config, key, key, num_blocks)
-    for begin in range(0, CAPACITY, chunk):
-        columns = np.arange(begin, begin + chunk)
-        valid = columns[None, :] < lengths[:, None]
-        span = Span(
-            jnp.full(lengths.shape, begin // SIZE, jnp.int32),
-            jnp.asarray(valid),
-            jnp.asarray(np.minimum(lengths, begin + chunk)),
-            jnp.asarray(lengths),
-        )
-        part = np.where(valid[..., None, None], key[:, :, columns], policy_runs.SENTINEL)
-        statistics = observe(part, statistics, span, config=config)
-    return statistics
+    is_key = np.arange(CAPACITY) < np.asarray(lengths)[:, None]
+    key = np.where(is_key[..., None, None], key, policy_runs.SENTINEL)
+    return policy_runs.prefill_rows(config, key, key, lengths, **options)[1]
 
 
-def feed(config, key, statistics, positions, active=True):
-    """Adds one token of every active sequence to the statistics."""
+def feed(config, query, key, statistics, positions, active=True):
+    """Adds one token of every active sequence to the statistics, and selects for it.
+
+    Returns:
+      Lists as `[layer][sequence][head]`, and the statistics.
+    """
     positions = np.asarray(positions, np.int32)
-    new = np.stack([key[:, row, [place]] for row, place in enumerate(positions)], axis=1)
-    active = np.broadcast_to(active, positions.shape)
-    end = jnp.asarray(positions + 1)
-    span = Span(jnp.asarray(positions // SIZE), jnp.asarray(active)[:, None], end, end)
-    return observe(new, statistics, span, config=config)
-
-
-def lists_of(config, query, statistics, positions, num_blocks=CAPACITY // SIZE):
-    """Returns ascending lists as `[layer][sequence][head]`, without entries after each count."""
-    positions = np.asarray(positions, np.int32)
-    now = np.stack([query[:, row, [place]] for row, place in enumerate(positions)], axis=1)
+    new = policy_runs.tokens_at(positions, query, key)
+    active = jnp.asarray(np.broadcast_to(active, positions.shape))
+    span = Span.of_tokens(jnp.asarray(positions), SIZE, active)
+    num_blocks = jax.tree.leaves(statistics)[0].shape[2]
     nothing = jnp.full((1, len(positions), num_blocks * SIZE, HEADS[1], HEAD_DIM), jnp.nan)
-    chosen = select(now, nothing, statistics, jnp.asarray(positions), config=config)
-    ids, counts = np.asarray(chosen.ids)[..., 0, :], np.asarray(chosen.counts)[..., 0]
+    statistics, ids, counts, _ = policy_runs.run(*new, statistics, span, nothing, config=config)
     assert ids.dtype == counts.dtype == np.int32 and ids.shape[2] == HEADS[0]
-    return [
-        [
-            [row[:count].tolist() for row, count in zip(*heads, strict=True)]
-            for heads in zip(*layer, strict=True)
-        ]
-        for layer in zip(ids, counts, strict=True)
-    ]
+    ids, counts = np.asarray(ids)[..., 0, :], np.asarray(counts)[..., 0]
+    return policy_runs.nested(ids, counts), statistics
 
 
 def expected(config, query, key, positions):
@@ -145,11 +96,10 @@ def test_lists_are_those_of_the_transcription(name, budget):
     statistics = read(config, key, LENGTHS)
     for step in range(NEW):
         positions = [length + step for length in LENGTHS]
-        statistics = feed(config, key, statistics, positions)
+        lists, statistics = feed(config, query, key, statistics, positions)
         if step in (0, 1, 2, NEW - 3, NEW - 1):
             # Small integers make both computations exact, so both see the same ties.
-            wanted = expected(config, query, key, positions)
-            assert lists_of(config, query, statistics, positions) == wanted
+            assert lists == expected(config, query, key, positions)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,25 +110,27 @@ def test_chunks_padding_and_batch_change_nothing(name):
     positions = [length - 1 for length in LENGTHS]
     for chunk in (16, 48):
         jax.tree.map(np.testing.assert_array_equal, read(config, key, LENGTHS, chunk=chunk), whole)
-    lists = lists_of(config, query, whole, positions)
+    # Adding a prompt's last token again changes nothing.
+    lists, _ = feed(config, query, key, whole, positions)
     longer = read(config, key, LENGTHS, num_blocks=11)
-    assert lists_of(config, query, longer, positions, num_blocks=11) == lists
+    assert feed(config, query, key, longer, positions)[0] == lists
     for row, length in enumerate(LENGTHS):
-        alone = read(config, key[:, [row]], [length])
-        one = lists_of(config, query[:, [row]], alone, [length - 1])
-        assert one == [[layer[row]] for layer in lists]
+        own = query[:, [row]], key[:, [row]]
+        alone, _ = feed(config, *own, read(config, own[1], [length]), [length - 1])
+        assert alone == [[layer[row]] for layer in lists]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_and_continuing_leave_the_statistics_of_reading(name):
     config = make(name)
-    _, key = draw(2)
+    query, key = draw(2)
     whole = read(config, key, [70, 60, 40])
     # Token by token; one sequence ends before the others
     statistics = read(config, key, [59, 58, 40])
     for step in range(11):
         positions = np.array([59 + step, 58 + step, 40])
-        statistics = feed(config, key, statistics, positions, np.array([True, step < 2, False]))
+        active = np.array([True, step < 2, False])
+        _, statistics = feed(config, query, key, statistics, positions, active)
     jax.tree.map(np.testing.assert_array_equal, statistics, whole)
     # A span that begins inside a block whose first columns were read before
     lengths = np.array([70, 60, 40], np.int32)
@@ -193,7 +145,7 @@ def test_decoding_and_continuing_leave_the_statistics_of_reading(name):
     new = np.where(valid[..., None, None], new, policy_runs.SENTINEL)
     ends = jnp.asarray(lengths)
     span = Span(jnp.asarray(first.astype(np.int32)), jnp.asarray(valid), ends, ends)
-    statistics = observe(new, statistics, span, config=config)
+    statistics, *_ = policy_runs.run(new, new, statistics, span, key, config=config)
     jax.tree.map(np.testing.assert_array_equal, statistics, whole)
 
 
@@ -235,92 +187,6 @@ def test_lists_of_tokens_equal_the_masked_reference():
         one = np.ones((2, 1), np.int32)
         pairs = jax.jit(BlockSelection.attended_pairs)(selection, (lengths - 1)[:, None], one)
         np.testing.assert_allclose(pairs, mask.sum((1, 2, 3)) / num_lists)
-
-
-@functools.cache
-def generated(config, phase="both", chunk_size=None):
-    tokens, lengths = tiny.prompts(300, 271)
-    return generate(
-        tiny.params(),
-        tokens,
-        lengths=lengths,
-        policy=config,
-        model_config=tiny.MODEL,
-        max_new_tokens=6,
-        phase=phase,
-        chunk_size=chunk_size,
-    )
-
-
-@pytest.mark.parametrize("name", IN_A_MODEL)
-def test_generation_is_dense_in_prompts_and_at_the_asked_density_in_decode(name):
-    config = by_name(name, block_size=SIZE, density=0.3)
-    out, dense = generated(config), generated(Dense(block_size=SIZE))
-    np.testing.assert_allclose(out.measured_density.prefill, 1.0, **tolerance("density"))
-    np.testing.assert_array_equal(out.tokens[:, 0], dense.tokens[:, 0])
-    measured = np.asarray(out.measured_density.decode)
-    np.testing.assert_allclose(measured[:2], 1.0, **tolerance("density"))  # dense layers
-    unit = config.unit_size
-    assert (np.abs(measured[2:] - 0.3) < unit / 271 + 1e-6).all()
-    assert (measured[2:] >= 0.3 - 1e-6).all() or unit > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_generation_at_full_density_equals_dense_and_chunks_change_nothing(name):
-    full = by_name(name, block_size=SIZE, density=1.0)
-    out, dense = generated(full), generated(Dense(block_size=SIZE))
-    np.testing.assert_array_equal(out.tokens, dense.tokens)
-    np.testing.assert_allclose(out.measured_density.overall, 1.0, **tolerance("density"))
-    config = by_name(name, block_size=SIZE, density=0.3)
-    np.testing.assert_array_equal(generated(config, chunk_size=64).tokens, generated(config).tokens)
-    decode_only = generated(config, phase="decode")
-    np.testing.assert_array_equal(decode_only.tokens, generated(config).tokens)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_one_layer_function_is_dense(name):
-    config = make(name, density=0.2)
-    rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.standard_normal((2, 40, n, 16)), jnp.float32) for n in (4, 2))
-    lengths = jnp.array([40, 23], jnp.int32)
-    walk = init_walk(2, 40, policy=config)
-    out, after = sketchwalk_attention(x, y, y, walk, policy=config, lengths=lengths)
-    wanted = dense_attention(x, y, y, kv_lengths=lengths)
-    np.testing.assert_array_equal(out, wanted)
-    assert after is walk
-
-
-@pytest.mark.unchecked
-@pytest.mark.parametrize("name", NAMES)
-def test_prompts_cannot_be_sparse(name):
-    config = make(name)
-    with pytest.raises(ValueError, match="phase must be 'both' or 'decode' for .*, which selects"):
-        generated(config, phase="prefill")
-    with pytest.raises(NotImplementedError, match="selects in decode only"):
-        lengths = jnp.array([32], jnp.int32)
-        span = Span(jnp.zeros_like(lengths), jnp.ones((1, 32), bool), lengths, lengths)
-        x = jnp.zeros((1, 32, 1, 16))
-        config.select(x, x[None], None, None, layer=jnp.int32(0), span=span)
-
-
-@pytest.mark.unchecked
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"density": 0.0}, "density must be in"),
-        ({"density": "much"}, "density must be in"),
-        ({"token_budget": 0}, "token_budget must be None or a positive integer, got 0"),
-        ({"token_budget": True}, "token_budget must be None or a positive integer, got True"),
-        ({"force_current": 1}, "force_current must be True or False, got 1"),
-        ({"dense_layers": -1}, "dense_layers must be an integer of at least 0"),
-        ({"sink_blocks": 1}, "must be given fields that it has"),
-    ],
-)
-def test_wrong_fields_are_named(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        by_name(name, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

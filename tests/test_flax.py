@@ -20,7 +20,6 @@ from sketchwalk_jax import (
     init_cache,
     load,
     prefill,
-    save,
 )
 from sketchwalk_jax.models.flax import CausalLM, LinenCausalLM
 from sketchwalk_jax.models.params import param_shapes
@@ -78,11 +77,11 @@ def test_logits_are_those_of_forward(call, family):
 
 
 @both
-@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.9)], ids=["greedy", "sampled"])
-def test_generate_through_the_module_equals_generate(call, sampling):
+def test_generate_through_the_module_equals_generate(call):
     params = tiny.params()
     tokens, lengths = tiny.prompts(60, 41)
-    options = {"policy": PAPER, "max_new_tokens": 5, "lengths": lengths, "sampling": sampling}
+    options = {"policy": PAPER, "max_new_tokens": 5, "lengths": lengths}
+    options["sampling"] = Sampling(temperature=0.9)
     expected = generate(params, tokens, model_config=tiny.MODEL, **options)
     actual = call(params, tiny.MODEL, tokens, method="generate", **options)
     chex.assert_trees_all_equal(actual, expected)
@@ -179,38 +178,22 @@ def test_cost_of_the_module_does_not_grow_with_layers():
 
 
 @both
-def test_loaded_checkpoints_of_both_formats(call, tmp_path):
+def test_a_loaded_checkpoint_runs_in_the_module(call, tmp_path):
     write_checkpoint(tmp_path / "hub", "qwen2")
     params, model_config = load(tmp_path / "hub", progress=False)
-    save(tmp_path / "saved", params, model_config)
-    saved, saved_config = load(tmp_path / "saved", progress=False)
     tokens, _ = tiny.prompts(21)
     expected = forward(params, tokens, model_config=model_config)
     np.testing.assert_array_equal(call(params, model_config, tokens), expected)
-    np.testing.assert_array_equal(call(saved, saved_config, tokens), expected)
-
-
-def _without(params, branch, name):
-    return params | {branch: {k: x for k, x in params[branch].items() if k != name}}
 
 
 @both
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda p: _without(p, "layers", "gate"), "layers/gate/kernel is missing"),
-        (
-            lambda p: p | {"extra": {"kernel": jnp.zeros(3)}},
-            "extra/kernel is unknown",
-        ),
-        (
-            lambda p: p | {"final_norm": {"scale": jnp.zeros(3)}},
-            r"final_norm/scale must be \(32,\), got \(3,\)",
-        ),
-    ],
-    ids=["missing", "unknown", "shape"],
-)
-def test_parameters_that_do_not_fit_are_refused(call, change, message):
-    tokens, _ = tiny.prompts(8)
-    with pytest.raises(ValueError, match=message):
-        call(change(tiny.params()), tiny.MODEL, tokens)
+def test_parameters_that_do_not_fit_are_refused(call):
+    params, tokens = tiny.params(), tiny.prompts(8)[0]
+    layers = {name: x for name, x in params["layers"].items() if name != "gate"}
+    for change, message in (
+        ({"layers": layers}, "layers/gate/kernel is missing"),
+        ({"extra": {"kernel": jnp.zeros(3)}}, "extra/kernel is unknown"),
+        ({"final_norm": {"scale": jnp.zeros(3)}}, r"/scale must be \(32,\), got \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(params | change, tiny.MODEL, tokens)

@@ -78,31 +78,22 @@ DENSE_CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "layer", "config"), pairwise(tuple(DENSE_CALLS), (_nnx, _linen), (None, Dense()))
-)
+OF_ONE_LAYER = {
+    "nnx_causal": {"is_causal": True},
+    "nnx_causal_mask": {"is_causal": True, "mask": _padding_mask([TOKENS, 30])[:, :, -1:]},
+    "linen_float32_softmax": {"init": {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}},
+}
+DENSE_CASES = pairwise(tuple(DENSE_CALLS), (_nnx, _linen), (None, Dense()))
+DENSE_CASES += [(x, _nnx if x.startswith("nnx") else _linen, None) for x in OF_ONE_LAYER]
+
+
+@pytest.mark.parametrize(("name", "layer", "config"), DENSE_CASES)
 def test_dense_is_bit_equal_to_flax(name, layer, config):
-    call = DENSE_CALLS[name]
+    call = (DENSE_CALLS | OF_ONE_LAYER)[name]
     with jax.numpy_dtype_promotion("standard"):  # Flax and JAX themselves promote types
         expected = layer(_inputs(), **call)
         actual = layer(_inputs(), attention_fn=make_attention_fn(config), **call)
     chex.assert_trees_all_equal(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("layer", "call"),
-    [
-        (_nnx, {"is_causal": True}),
-        (_nnx, {"is_causal": True, "mask": _padding_mask([TOKENS, 30])[:, :, -1:]}),
-        (_linen, {"init": {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}}),
-    ],
-    ids=["nnx_causal", "nnx_causal_mask", "linen_float32_softmax"],
-)
-def test_dense_is_bit_equal_to_flax_in_what_one_layer_has(layer, call):
-    with jax.numpy_dtype_promotion("standard"):
-        expected = layer(_inputs(), **call)
-        actual = layer(_inputs(), attention_fn=make_attention_fn(), **call)
-    np.testing.assert_array_equal(actual, expected)
 
 
 @both

@@ -34,11 +34,6 @@ CONFIGS = {
     "empty_set": SketchWalkConfig.damped(dense_layers=(), **OPTIONS),
 }
 PAPER = CONFIGS["paper"]
-slow = pytest.mark.slow
-configs = pytest.mark.parametrize(
-    "config",
-    [pytest.param(CONFIGS[x], id=x, marks=[] if x == "paper" else slow) for x in CONFIGS],
-)
 
 
 @functools.cache
@@ -162,17 +157,12 @@ def _apply(model, variables, x, mask=None):
     return model.apply(variables, x, mask, mutable=["walk"])
 
 
-@configs
-def test_nnx_layers_share_the_walk_of_a_scan(config):
-    model = _Nnx(WalkAttention(config))
-    expected, _ = _scan(_inputs(), config=config)
+@pytest.mark.parametrize("name", slow_unless("paper".__eq__, CONFIGS))
+def test_layers_share_the_walk_of_a_scan(name):
+    config = CONFIGS[name]
+    model, (expected, _) = _Nnx(WalkAttention(config)), _scan(_inputs(), config=config)
     np.testing.assert_allclose(_run(model, _inputs()), expected, **tolerance("paths"))
     assert int(model.attention_fn.layer.get_value()) == LAYERS
-
-
-@configs
-def test_linen_layers_share_the_walk_of_a_scan(config):
-    expected, _ = _scan(_inputs(), config=config)
     actual, state = _apply(_Linen(config), _variables(), _inputs())
     np.testing.assert_allclose(actual, expected, **tolerance("paths"))
     assert int(state["walk"]["LinenWalkAttention_0"]["layer"]) == LAYERS
@@ -231,17 +221,6 @@ def _dense_layer(layer, x):
     """Returns the output of a `WalkSelfAttention` with dense attention instead."""
     out = nnx.dot_product_attention(layer.query(x), layer.key(x), layer.value(x), is_causal=True)
     return layer.out(out)
-
-
-@slow
-@pytest.mark.parametrize("tokens", [10, 64, 100])
-def test_defaults_with_a_cache_attend_to_all_of_short_sequences(tokens):
-    x, layer = _inputs()[:, :tokens], WalkSelfAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
-    before, cache, _ = layer(x[:, :-1], cache=layer.init_cache(2, tokens))
-    last, cache, _ = layer(x[:, -1:], cache=cache)
-    found = jnp.concatenate([before, last], axis=1)
-    np.testing.assert_allclose(found, _dense_layer(layer, x), **tolerance("paths"))
-    assert cache.lengths.tolist() == [tokens] * 2
 
 
 def test_several_batch_axes_are_one():

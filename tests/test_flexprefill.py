@@ -10,13 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.spatial.distance
-import tiny
-from head_lists import HEADS
-from tolerances import tolerance
+from head_lists import HEADS, assert_same_rows, listed
 from variants import slow_unless
 
-from sketchwalk_jax import Dense, block_sparse_attention, dense_attention, generate
-from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.flexprefill import FlexPrefillConfig, jensen_shannon_distance
 
 SIZE = 16
@@ -61,12 +57,10 @@ def head_by_rule(config, query, key):
     for row in range(size):
         for column in range(start + row + 1):
             slash[start + row - column] += weights[row, column]
-    key_means = [
-        key[b * size : (b + 1) * size].astype(np.float64).mean(0) for b in everything_of(n, size)
-    ]
-    query_means = [
-        query[b * size : (b + 1) * size].astype(np.float64).mean(0) for b in everything_of(n, size)
-    ]
+    query_means, key_means = (
+        [x[begin : begin + size].astype(np.float64).mean(0) for begin in range(0, n, size)]
+        for x in (query, key)
+    )
     by_block = [vertical[b * size : (b + 1) * size].sum() for b in range(num_blocks)]
     # Sums of diagonals by block distance from the last query.
     by_distance = [0.0] * num_blocks
@@ -106,10 +100,6 @@ def head_by_rule(config, query, key):
     return rows, is_aware, gap
 
 
-def everything_of(n: int, size: int) -> range:
-    return range(math.ceil(n / size))
-
-
 def by_rule(config, query, key):
     group = query.shape[1] // key.shape[1]
     heads = [head_by_rule(config, query[:, h], key[:, h // group]) for h in range(query.shape[1])]
@@ -135,43 +125,20 @@ def prompts():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_lists_are_those_of_the_rule(name):
-    config = CONFIGS[name]
-    found = head_lists.as_sets(
-        head_lists.select(config, *head_lists.stack(prompts()), lengths=LENGTHS)
-    )
-    aware = set()
-    for listed, prompt in zip(found, prompts(), strict=True):
+    config, aware = CONFIGS[name], set()
+    for found, prompt in zip(listed(config, prompts()), prompts(), strict=True):
         wanted, is_aware, _ = by_rule(config, *prompt)
-        num_rows = len(wanted[0])
-        assert [rows[:num_rows] for rows in listed] == list(wanted)
-        assert all(not row for rows in listed for row in rows[num_rows:])  # padding
+        assert_same_rows(found, wanted)
         aware |= {one for one in is_aware if one is not None}
     kinds = {"mixed": {True, False}, "blocks_only": {True}}
     assert aware == kinds.get(name, {False})
 
 
-@pytest.mark.slow
-def test_first_block_and_diagonal_are_always_kept_and_gamma_adds():
-    smaller = None
-    for gamma in (0.0, SPARSE.gamma, 0.9, 1.0):  # the first two share the rule test's programs
-        config = dataclasses.replace(SPARSE, gamma=gamma, tau=0.0)
-        found = head_lists.as_sets(
-            head_lists.select(config, *head_lists.stack(prompts()), lengths=LENGTHS)
-        )
-        rows = [row for heads in found for head in heads for row in head]
-        assert all({0, index % 20} <= row for index, row in enumerate(rows) if row)
-        assert smaller is None or all(a <= b for a, b in zip(smaller, rows, strict=True))
-        smaller = rows
-
-
 @pytest.mark.parametrize("tau", slow_unless((2.0).__eq__, [0.0, 2.0]))
-def test_full_coverage_equals_dense_attention(tau):
+def test_full_coverage_lists_everything(tau):
     config = dataclasses.replace(SPARSE, gamma=1.0, tau=tau)
-    query, key = head_lists.stack([head_lists.draw(320)])
-    selection = head_lists.select(config, query, key, [320])
-    assert head_lists.as_sets(selection) == [[[set(range(i + 1)) for i in range(20)]] * HEADS[0]]
-    out = block_sparse_attention(query, key, key, selection)
-    np.testing.assert_allclose(out, dense_attention(query, key, key), **tolerance("paths"))
+    wanted = [[set(range(i + 1)) for i in range(20)]] * HEADS[0]
+    assert listed(config, [head_lists.draw(320)]) == [wanted]
 
 
 @pytest.mark.slow
@@ -180,17 +147,12 @@ def test_scores_need_not_be_positive(offset):
     """Equal scores, negative or zero, give even attention, and every head is query-aware."""
     query = np.ones((200, 4, 16), np.float32)
     key = np.full((200, 2, 16), offset, np.float32)
-    (listed,) = head_lists.as_sets(
-        head_lists.select(SPARSE, *head_lists.stack([(query, key)]), lengths=[200]), 13
-    )
     everything = dataclasses.replace(SPARSE, gamma=1.0)
-    (full,) = head_lists.as_sets(
-        head_lists.select(everything, *head_lists.stack([(query, key)]), lengths=[200]), 13
-    )
+    (some,), (full,) = (listed(x, [(query, key)], num_rows=13) for x in (SPARSE, everything))
     for head in range(4):
         assert full[head] == [set(range(row + 1)) for row in range(13)]
-        assert all({0, row} <= blocks <= full[head][row] for row, blocks in enumerate(listed[head]))
-        assert 0.4 < sum(map(len, listed[head])) / (13 * 14 / 2) < 1
+        assert all({0, row} <= blocks <= full[head][row] for row, blocks in enumerate(some[head]))
+        assert 0.4 < sum(map(len, some[head])) / (13 * 14 / 2) < 1
 
 
 @pytest.mark.parametrize(
@@ -203,7 +165,7 @@ def test_short_prompts_are_dense_up_to_the_least_budget(limits):
     )
     lengths = [limit, min(320, limit + 1), 1]
     drawn = [head_lists.draw(length, seed=length) for length in lengths]
-    found = head_lists.as_sets(head_lists.select(config, *head_lists.stack(drawn), lengths))
+    found = listed(config, drawn)
     wanted = [{*range(row + 1)} for row in range(limit // SIZE)]
     assert all(rows[: len(wanted)] == wanted for rows in found[0])
     assert all(rows[0] == {0} for rows in found[2])
@@ -213,13 +175,10 @@ def test_short_prompts_are_dense_up_to_the_least_budget(limits):
 
 def test_last_chunk_selects_as_the_whole_prompt_does():
     config = CONFIGS["lines_only"]
-    query, key = head_lists.stack(prompts()[:2])
-    whole = head_lists.as_sets(head_lists.select(config, query, key, LENGTHS[:2]))
-    part = head_lists.as_sets(head_lists.select(config, query, key, LENGTHS[:2], begin=160))
+    whole, part = (listed(config, prompts()[:2], begin=begin) for begin in (0, 160))
     assert part == [[rows[10:] for rows in heads] for heads in whole]
     # A prompt that ends before the chunk has no rows in it.
-    lengths = (311, 140)
-    part = head_lists.as_sets(head_lists.select(config, query, key, lengths, begin=160))
+    part = listed(config, prompts()[:2], (311, 140), begin=160)
     assert part[1] == [[set()] * 10] * HEADS[0]
 
 
@@ -233,39 +192,3 @@ def test_distance_is_scipys():
     np.testing.assert_allclose(found, expected, atol=1e-3)
     np.testing.assert_allclose(found[0], math.sqrt(math.log(2)), rtol=1e-6)
     np.testing.assert_allclose(found[2:], expected[2:], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_generation_is_sparse_in_prefill_and_dense_in_decode():
-    tokens, lengths = tiny.prompts(400, 300)
-    options = {"model_config": tiny.MODEL, "lengths": lengths, "max_new_tokens": 4}
-    config = by_name("flexprefill", block_size=SIZE, gamma=0.3, min_budget=16)
-    out = generate(tiny.params(), tokens, policy=config, **options)
-    assert (np.asarray(out.measured_density.prefill) < 0.75).all()
-    np.testing.assert_allclose(out.measured_density.decode, 1.0, **tolerance("density"))
-    full = generate(tiny.params(), tokens, policy=dataclasses.replace(config, gamma=1.0), **options)
-    dense = generate(tiny.params(), tokens, policy=Dense(block_size=SIZE), **options)
-    np.testing.assert_array_equal(full.tokens, dense.tokens)
-    np.testing.assert_allclose(full.measured_density.prefill, 1.0, **tolerance("density"))
-
-
-def test_defaults_are_the_published_ones():
-    config = by_name("flexprefill")
-    assert (config.gamma, config.tau, config.min_budget, config.max_budget) == (0.9, 0.1, 512, None)
-    assert (config.block_size, config.dense_layers, config.phases) == (64, 0, ("prefill",))
-
-
-@pytest.mark.unchecked
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
-        ({"gamma": float("nan")}, r"gamma must be in \[0, 1\]"),
-        ({"tau": -0.1}, r"tau must be in \[0, inf\), got -0.1"),
-        ({"min_budget": 0}, "min_budget must be a positive integer, got 0"),
-        ({"max_budget": 0}, "max_budget must be None or a positive integer, got 0"),
-    ],
-)
-def test_wrong_fields_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        by_name("flexprefill", **options)

@@ -1,9 +1,10 @@
-"""Policies without a state: their lists, and invariances that all policies share."""
+"""Lists of policies without a state, and properties and errors that policies share."""
 
 import dataclasses
 import functools
 
 import cases
+import chex
 import float64_mass
 import hypothesis.strategies as st
 import jax
@@ -33,6 +34,7 @@ from sketchwalk_jax.policies.streaming import StreamingConfig
 SIZE, CAPACITY, NUM_LAYERS = 16, 320, 3
 OPTIONS = {"block_size": SIZE, "dense_layers": 0, "density": 0.3}
 NAMES = ("streaming", "random", "oracle", "recommended")
+PHASES = ("prefill", "decode")
 # In whole models, test one policy: they differ only in their lists.
 slow = pytest.mark.slow
 IN_A_MODEL = slow_unless("oracle".__eq__, NAMES[:3])
@@ -166,8 +168,7 @@ def test_no_policy_recalls_more_mass_than_the_oracle():
 
     def best_of(config):
         """Returns the best lists of the policy's lengths."""
-        blocks = getattr(config, "sink_blocks", None), getattr(config, "local_blocks", None)
-        forced = dict(zip(("sink", "local"), getattr(config, "forced", blocks), strict=True))
+        forced = dict(zip(("sink", "local"), config.forced, strict=True))
         return [
             [float64_mass.best_rows(x, config.budget(len(x)), **forced)[0] for x in layer]
             for layer in masses
@@ -215,10 +216,7 @@ def test_decode_selects_for_the_row_of_its_token(name):
     drawn, query, key = draw(*lengths)
     prompt = selected(config, query, key, lengths)
     for positions in ([0, 15, 16], [17, 160, 319], [200, 255, 256]):
-        new = (
-            np.stack([x[:, row, [p]] for row, p in enumerate(positions)], axis=1)
-            for x in (query, key)
-        )
+        new = policy_runs.tokens_at(positions, query, key)
         cache = np.array(key)
         for row, position in enumerate(positions):
             cache[:, row, position + 1 :] = np.nan
@@ -269,46 +267,82 @@ def test_measured_density_is_within_one_block_per_row_of_nominal(name, density):
     assert (np.abs(decode[1:] - density) < 1 / 31).all()
 
 
+# Options with which a policy keeps a part of a prompt or of the cache, and all of it.
+SOME_AND_ALL = {name: ({"density": 0.4}, {"density": 1.0}) for name in NAMES}
+SOME_AND_ALL |= {name: ({"density": 0.3}, {"density": 1.0}) for name in ("quest", "adamas")}
+SOME_AND_ALL["minference"] = {"scale": 0.0}, {"scale": 64.0}
+SOME_AND_ALL["flexprefill"] = {"gamma": 0.3, "min_budget": 16}, {"gamma": 1.0, "min_budget": 16}
+ONE_PHASE = ("quest", "adamas", "minference", "flexprefill")
+
+
 @functools.cache
-def generated(config, chunk_size=None):
-    tokens, lengths = tiny.prompts(100, 70)
-    return generate(
-        tiny.params(),
-        tokens,
-        lengths=lengths,
-        policy=config,
-        model_config=tiny.MODEL,
-        max_new_tokens=6,
-        chunk_size=chunk_size,
+def generated(config, **options):
+    tokens, lengths = tiny.prompts(400, 300)
+    options |= {"lengths": lengths, "max_new_tokens": 6, "model_config": tiny.MODEL}
+    return generate(tiny.params(), tokens, policy=config, **options)
+
+
+@pytest.mark.parametrize("name", slow_unless("quest".__eq__, ONE_PHASE))
+def test_generation_is_sparse_in_one_phase_and_dense_in_the_other(name):
+    config = named(name, block_size=SIZE, dense_layers=1, **SOME_AND_ALL[name][0])
+    (phase,) = config.phases
+    out, dense = generated(config), generated(Dense(block_size=SIZE))
+    by_phase = {one: np.asarray(getattr(out.measured_density, one)) for one in PHASES}
+    sparse = by_phase.pop(phase)[1:]
+    np.testing.assert_allclose(*by_phase.values(), 1.0, **tolerance("density"))
+    if phase == "prefill":
+        assert (sparse < 0.75).all()
+    else:
+        np.testing.assert_array_equal(out.tokens[:, 0], dense.tokens[:, 0])
+        assert (np.abs(sparse - config.density) < config.unit_size / 300 + 1e-6).all()
+        assert (sparse >= config.density - 1e-6).all() or config.unit_size > 1
+
+
+@slow
+@pytest.mark.parametrize("name", SOME_AND_ALL)
+def test_generation_at_full_density_equals_dense_and_chunks_change_nothing(name):
+    some, everything = (
+        named(name, block_size=SIZE, dense_layers=1, **options) for options in SOME_AND_ALL[name]
     )
-
-
-@slow
-@pytest.mark.parametrize("name", NAMES)
-def test_generation_in_chunks_is_the_same(name):
-    config = named(name, block_size=SIZE, dense_layers=1, density=0.4)
-    np.testing.assert_array_equal(generated(config, 32).tokens, generated(config).tokens)
-    keeps_some = generated(config).cache.statistics is not None
-    assert keeps_some == (name == "recommended")
-
-
-# `test_prefill_decode` runs the recommended policy in a model, the test below each in a layer.
-@slow
-@pytest.mark.parametrize("name", NAMES)
-def test_generation_at_full_density_equals_dense(name):
-    out = generated(named(name, block_size=SIZE, dense_layers=1, density=1.0))
-    dense = generated(Dense(block_size=SIZE))
+    out, dense = generated(everything), generated(Dense(block_size=SIZE))
     np.testing.assert_array_equal(out.tokens, dense.tokens)
     np.testing.assert_allclose(out.measured_density.overall, 1.0, **tolerance("density"))
+    assert (out.cache.statistics is None) == (name not in ("recommended", "quest", "adamas"))
+    if "decode" in some.phases:  # the others estimate a chunk from its own last queries
+        np.testing.assert_array_equal(generated(some, chunk_size=64).tokens, generated(some).tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# `test_prefill_decode` runs the recommended policy in a model, this test each in a layer.
+@pytest.mark.parametrize("name", SOME_AND_ALL)
 def test_one_layer_at_full_density_equals_dense(name):
-    config = named(name, block_size=SIZE, density=1.0)
-    query, key = (jnp.asarray(x[0]) for x in draw(CAPACITY, CAPACITY)[1:])
-    walk = init_walk(2, CAPACITY, policy=config)
-    out, _ = sketchwalk_attention(query, key, key, walk, policy=config)
-    np.testing.assert_allclose(out, dense_attention(query, key, key), **tolerance("paths"))
+    some, everything = SOME_AND_ALL[name]
+    reads_densely = name in ("quest", "adamas")
+    config = named(name, block_size=SIZE, **(some if reads_densely else everything))
+    query, key = (jnp.asarray(x[0]) for x in draw(CAPACITY, 200)[1:])
+    lengths, walk = jnp.array([CAPACITY, 200], jnp.int32), init_walk(2, CAPACITY, policy=config)
+    out, after = sketchwalk_attention(query, key, key, walk, policy=config, lengths=lengths)
+    wanted = dense_attention(query, key, key, kv_lengths=lengths)
+    if reads_densely:
+        np.testing.assert_array_equal(out, wanted)
+    for row, length in enumerate(lengths.tolist()):
+        np.testing.assert_allclose(out[row, :length], wanted[row, :length], **tolerance("paths"))
+    if name != "recommended":
+        chex.assert_trees_all_equal(after, walk)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", ONE_PHASE)
+def test_a_policy_is_refused_in_the_phase_in_which_it_does_not_select(name):
+    config = named(name, block_size=SIZE)
+    (own,) = config.phases
+    (other,) = {*PHASES} - {own}
+    with pytest.raises(ValueError, match=f"phase must be 'both' or '{own}' for .*, which selects"):
+        generated(config, phase=other)
+    tokens, lengths = 32 if other == "prefill" else 1, jnp.array([32], jnp.int32)
+    span = Span(jnp.zeros_like(lengths), jnp.ones((1, tokens), bool), lengths, lengths)
+    query, cache = jnp.zeros((1, tokens, 1, 16)), jnp.zeros((1, 1, 32, 1, 16))
+    with pytest.raises(NotImplementedError, match=f"selects in {own} only"):
+        config.select(query, cache, None, None, layer=jnp.int32(0), span=span)
 
 
 def test_every_name_makes_its_policy():
@@ -329,6 +363,16 @@ def test_every_name_makes_its_policy():
         assert hash(by_name(name)) == hash(by_name(name))  # static under jit
 
 
+def test_defaults_are_the_published_ones():
+    published = {"block_size": 64, "dense_layers": 0, "phases": ("prefill",)}
+    lines = {"vertical": 512, "slash": 2048, "scale": 1.0}
+    blocks = {"top_blocks": 100, "sink_tokens": 100, "local_tokens": 800}
+    budgets = {"gamma": 0.9, "tau": 0.1, "min_budget": 512, "max_budget": None}
+    for name, fields in (("minference", lines | blocks), ("flexprefill", budgets)):
+        found = {field: getattr(by_name(name), field) for field in published | fields}
+        assert found == published | fields
+
+
 @pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("name", "options", "message"),
@@ -346,6 +390,28 @@ def test_every_name_makes_its_policy():
         ("random", {"seed": 2**32}, "seed must be an integer from 0"),
         ("random", {"seed": True}, "seed must be an integer from 0"),
         ("oracle", {"block_size": 24}, "block_size must be a power of two"),
+        ("quest", {"block_size": 8}, "block_size must be a power of two of at least 16"),
+        ("quest", {"density": 0.0}, "density must be in"),
+        ("quest", {"token_budget": 0}, "token_budget must be None or a positive integer, got 0"),
+        ("quest", {"token_budget": True}, "token_budget must be None or a .* integer, got True"),
+        ("quest", {"force_current": 1}, "force_current must be True or False, got 1"),
+        ("quest", {"dense_layers": -1}, "dense_layers must be an integer of at least 0"),
+        ("quest", {"sink_blocks": 1}, "must be given fields that it has"),
+        *[("quest", {"min_pages": x}, "min_pages must be a positive") for x in (0, 1.5, True)],
+        *[
+            ("adamas", {"thresholds": x}, "thresholds must be three ascending finite numbers, got")
+            for x in ((0.0, 0.0, 1.0), (1.0, 0.0, -1.0), (0.0, 1.0), (0.0, 1.0, np.inf), 3, "abc")
+        ],
+        ("minference", {"pattern": "slash"}, "pattern must be one of"),
+        ("minference", {"vertical": 0}, "vertical must be a positive integer, got 0"),
+        ("minference", {"slash": 2.5}, "slash must be a positive integer"),
+        ("minference", {"scale": -1.0}, r"scale must be in \[0, inf\), got -1.0"),
+        ("minference", {"scale": float("nan")}, r"scale must be in \[0, inf\), got nan"),
+        ("flexprefill", {"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
+        ("flexprefill", {"gamma": float("nan")}, r"gamma must be in \[0, 1\]"),
+        ("flexprefill", {"tau": -0.1}, r"tau must be in \[0, inf\), got -0.1"),
+        ("flexprefill", {"min_budget": 0}, "min_budget must be a positive integer, got 0"),
+        ("flexprefill", {"max_budget": 0}, "max_budget must be None or a positive integer, got 0"),
     ],
 )
 def test_wrong_names_and_fields_are_named(name, options, message):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from sketchwalk_jax.policies.base import LayerShape, Span
-from sketchwalk_jax.policies.quest import PageBounds, QuestConfig, page_scores
+from sketchwalk_jax.policies.quest import QuestConfig, page_scores
 
 HEADS, HEAD_DIM, CAPACITY = (6, 2), 32, 64
 
@@ -60,33 +60,3 @@ def test_bounds_are_the_extremes_of_the_keys():
     largest = float(jnp.finfo(jnp.bfloat16).max)  # no key is larger, or below its negative
     assert (np.asarray(bounds.lowest[0, 3], np.float32) == largest).all()
     assert (np.asarray(bounds.highest[0, 3], np.float32) == -largest).all()
-
-
-def test_the_page_with_the_largest_possible_product_wins_where_the_mean_says_otherwise():
-    # Page 1 holds one outstanding key among opposite ones; other pages have larger means.
-    key = np.full((1, CAPACITY, 1, HEAD_DIM), 0.1, np.float32)
-    key[0, 16:32], key[0, 20] = -1.0, 2.0
-    ends = jnp.array([CAPACITY], jnp.int32)
-    config = QuestConfig(token_budget=16, min_pages=1, force_current=False)
-    shape = LayerShape(1, 1, HEAD_DIM)
-    span = Span(jnp.zeros((1,), jnp.int32), jnp.ones((1, CAPACITY), bool), ends, ends)
-
-    @jax.jit
-    def select(query, key, ends):
-        statistics = config.init_statistics(shape, batch=1, num_blocks=4)
-        bounds = config.observe(key, key, statistics, span=span)
-        where = {"layer": jnp.zeros((), jnp.int32), "span": Span.of_tokens(ends - 1, 16)}
-        return bounds, config.select(query, key[None], bounds, None, **where)[0]
-
-    bounds, chosen = select(np.ones((1, 1, 1, HEAD_DIM), np.float32), key, ends)
-    assert (chosen.ids.tolist(), chosen.counts.tolist()) == ([[[[1]]]], [[[1]]])
-    assert chosen.block_size == 16 and isinstance(bounds, PageBounds)
-
-
-@pytest.mark.unchecked
-def test_wrong_fields_are_named():
-    for pages in (0, 1.5, True):
-        with pytest.raises(ValueError, match="min_pages must be a positive integer"):
-            QuestConfig(min_pages=pages)
-    with pytest.raises(ValueError, match="block_size must be a power of two of at least 16"):
-        QuestConfig(block_size=8)

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policy_runs
 import pytest
 import specification
 import tiny
@@ -74,7 +75,7 @@ ROUNDING = 2e-5
 
 
 def draw(shape, kind):
-    """Draws queries and keys of every sequence, one pair of lists over the layers each."""
+    """Draws layers of every sequence, with keys as values."""
     heads, head_dim, lengths = SHAPES[shape]
     drawn = []
     for seed, length in enumerate(lengths):
@@ -93,50 +94,25 @@ def draw(shape, kind):
             keys[1, place // 2, 0, 3] = np.nan
         if kind == "huge":
             keys[:, place] *= np.float32(1e20)
-        drawn.append((queries, keys))
+        drawn.append(cases.Layers(queries, keys, keys))
     return drawn
 
 
-@functools.partial(jax.jit, static_argnames=("config", "is_token"))
-def run(query, key, lengths, *, config, is_token):
-    """Returns lists and states of every layer, of a prompt or of its last token."""
-    batch, tokens = query.shape[1:3]
-    num_blocks = key.shape[2] // SIZE
-    if is_token:
-        span = Span.of_tokens(lengths - 1, SIZE)
-    else:
-        valid = jnp.arange(tokens, dtype=jnp.int32)[None] < lengths[:, None]
-        span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    num_rows = 1 if is_token else num_blocks
-    walk = config.init_walk(batch=batch, num_rows=num_rows, num_blocks=num_blocks)
-    valid = jnp.arange(key.shape[2], dtype=jnp.int32)[None] < lengths[:, None]
-    whole = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
-    empty = config.init_statistics(
-        LayerShape(query.shape[3], *key.shape[3:]), batch=batch, num_blocks=num_blocks
-    )
-
-    def step(walk, layer):
-        query, own, index = layer
-        codes = config.observe(own, own, empty, span=whole)  # the policy stores nothing of queries
-        lists, walk = config.select(query, key, codes, walk, layer=index, span=span)
-        return walk, (lists.ids[:, 0], lists.counts[:, 0], walk.scores)
-
-    layers = jnp.arange(len(query), dtype=jnp.int32)
-    return jax.lax.scan(step, walk, (query, key, layers))[1]
-
-
-def batch(drawn, lengths):
-    """Pads the sequences into one array, NaN where they have no token."""
-    capacity = -(-max(lengths) // SIZE) * SIZE
-
-    def stack(which):
-        room = [((0, 0), (0, capacity - x[which].shape[1]), (0, 0), (0, 0)) for x in drawn]
-        padded = [
-            np.pad(x[which], r, constant_values=np.nan) for x, r in zip(drawn, room, strict=True)
-        ]
-        return np.stack(padded, axis=1)
-
-    return stack(0), stack(1)
+def run(config, drawn, lengths):
+    """Returns lists and walks of every layer, of prompts and then of their last tokens."""
+    capacity, lengths = -(-max(lengths) // SIZE) * SIZE, np.array(lengths)
+    query, key = policy_runs.stack_sequences(drawn, capacity, padding=np.nan)
+    empty = policy_runs.empty_statistics(config, query, key, capacity // SIZE)
+    prompts, before = (policy_runs.span_of(x, SIZE, 0, capacity) for x in (lengths, lengths - 1))
+    prompt = policy_runs.run(query, key, empty, prompts, key, config=config)
+    statistics, *_ = policy_runs.run(query, key, empty, before, key, config=config)
+    new = policy_runs.tokens_at(lengths - 1, query, key)
+    token = Span.of_tokens(jnp.asarray(lengths - 1, jnp.int32), SIZE)
+    token = policy_runs.run(*new, statistics, token, key, config=config)
+    return [
+        (ids[:, :, 0], counts[:, :, 0], walk.scores)
+        for _, ids, counts, walk in jax.device_get((prompt, token))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -145,12 +121,8 @@ def batch(drawn, lengths):
 def test_prompts_and_tokens_select_as_the_specification(case):
     name, shape, kind = case
     config, lengths, drawn = CONFIGS[name], SHAPES[shape][2], draw(shape, kind)
-    query, key = batch(drawn, lengths)
-    places = jnp.asarray(lengths, jnp.int32)
-    prompt = run(query, key, places, config=config, is_token=False)
-    last = np.stack([x[0][:, [n - 1]] for x, n in zip(drawn, lengths, strict=True)], axis=1)
-    token = run(last, key, places, config=config, is_token=True)
-    for place, (queries, keys) in enumerate(drawn):
+    results = run(config, drawn, lengths)
+    for place, layers in enumerate(drawn):
         walks = [None, None]
         for layer in range(NUM_LAYERS):
             numbers = config.sparse_representatives
@@ -158,13 +130,13 @@ def test_prompts_and_tokens_select_as_the_specification(case):
                 "density": config.for_layer(layer, NUM_LAYERS).layer_densities[layer],
                 "representatives": numbers[min(layer, len(numbers) - 1)],
             }
-            arrays = [jnp.asarray(x[layer]) for x in (queries, keys, keys)]
-            for index, found in enumerate((prompt, token)):
+            arrays = [jnp.asarray(x[layer]) for x in vars(layers).values()]
+            for index, found in enumerate(results):
                 specified = specification.layer(config, is_token=index == 1, **changes)
                 _, walks[index], kept = specified(*arrays, walks[index])
                 wanted = np.asarray(walks[index])
                 num_rows, num_pages = wanted.shape
-                ids, counts, walk = (np.asarray(x)[layer, place] for x in found)
+                ids, counts, walk = (x[layer, place] for x in found)
                 np.testing.assert_allclose(
                     walk[:num_rows, :num_pages], wanted, rtol=ROUNDING, atol=1e-7
                 )
@@ -203,11 +175,9 @@ def test_a_token_at_the_end_of_a_constant_block_selects_as_the_row_of_the_prompt
     config = SketchWalkConfig.recommended(**OPTIONS, local_tokens=0)
     length = 160
     layers = cases.draw_layers(3, num_layers=NUM_LAYERS, num_tokens=length, spread=0.7)
-    queries, keys = (np.stack(x)[:, None] for x in (layers.queries, layers.keys))
-    queries[:, :, -SIZE:] = queries[:, :, -1:]
-    lengths = jnp.array([length], jnp.int32)
-    ids, counts, _ = run(queries, keys, lengths, config=config, is_token=False)
-    own, number, _ = run(queries[:, :, -1:], keys, lengths, config=config, is_token=True)
+    for query in layers.queries:
+        query[-SIZE:] = query[-1:]
+    (ids, counts, _), (own, number, _) = run(config, [layers], [length])
     np.testing.assert_array_equal(counts[:, 0, -1], number[:, 0, 0])
     np.testing.assert_array_equal(ids[:, 0, -1], own[:, 0, 0])
 

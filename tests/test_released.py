@@ -20,10 +20,6 @@ def draw(seed):
     )
 
 
-def truncated(layers, length):
-    return cases.Layers(*([x[:length] for x in part] for part in vars(layers).values()))
-
-
 def is_settled(kept, walk_row, row, num_tokens):
     """Says whether rounding cannot change the kept blocks of a row."""
     noise = 2e-5 * np.random.default_rng(row).uniform(-1, 1, len(walk_row))
@@ -34,7 +30,7 @@ def is_settled(kept, walk_row, row, num_tokens):
 @settings(max_examples=6)
 @given(lengths=st.tuples(st.integers(1, CAPACITY), st.integers(1, CAPACITY)))
 def test_prefill_selects_as_the_reference(lengths):
-    drawn = [truncated(draw(seed), length) for seed, length in enumerate(lengths)]
+    drawn = [draw(seed).first(length) for seed, length in enumerate(lengths)]
     query, key = policy_runs.stack_sequences(drawn, CAPACITY)
     rows, _ = policy_runs.prefill_rows(CONFIG, query, key, lengths)
     for place, (layers, length) in enumerate(zip(drawn, lengths, strict=True)):
@@ -55,13 +51,13 @@ def test_decode_selects_as_the_reference(length):
     layers = draw(7)
     query, key = policy_runs.stack_sequences([layers], CAPACITY)
     _, statistics = policy_runs.prefill_rows(
-        CONFIG, *policy_runs.stack_sequences([truncated(layers, length)], CAPACITY), [length]
+        CONFIG, *policy_runs.stack_sequences([layers.first(length)], CAPACITY), [length]
     )
     compared = 0
     for position in range(length, length + 20):
         new = (x[:, :, position : position + 1] for x in (query, key))
         rows, statistics = policy_runs.decode_rows(CONFIG, *new, statistics, [position], key)
-        so_far = truncated(layers, position + 1)
+        so_far = layers.first(position + 1)
         for layer in range(NUM_LAYERS):
             kept, row = reference.released_select_decode(
                 so_far.queries[layer], so_far.keys[layer], CONFIG
@@ -80,13 +76,3 @@ def test_shares_of_the_prompt_are_rounded_as_documented(num_tokens):
     share = -(-num_tokens // (20 * SIZE))  # 5 % of the tokens, in whole blocks
     expected = {*range(min(share, row + 1)), *range(max(0, row - share), row + 1)}
     assert kept == sorted(expected)
-
-
-def test_the_last_rows_of_a_prompt_keep_everything():
-    layers, state = draw(1), None
-    num_blocks = CAPACITY // SIZE
-    for query, key in zip(layers.queries, layers.keys, strict=True):
-        rows, state = reference.released_select_prefill(query, key, state, CONFIG)
-        np.testing.assert_allclose(state.sum(1), 1.0)
-        full = [len(ids) == row + 1 for row, ids in enumerate(rows)]
-        assert full[-4:] == [True] * 4 and not any(full[num_blocks // 2 : -4])

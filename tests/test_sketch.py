@@ -46,11 +46,6 @@ def test_no_projection_where_the_sketch_is_not_smaller(head_dim, sketch_dim):
     )
 
 
-def test_columns_are_orthogonal():
-    omega = sketch.srht_matrix(128, 32, 0)
-    np.testing.assert_allclose(omega.T @ omega, 4.0 * np.eye(32), atol=1e-5)
-
-
 def test_sketched_inner_products_are_unbiased():
     rng = np.random.default_rng(0)
     query, key = rng.standard_normal((2, 8, 128)).astype(np.float32)
@@ -64,20 +59,6 @@ def test_sketched_inner_products_are_unbiased():
     standard_error = draws.std(axis=0, ddof=1) / np.sqrt(len(draws))
     bias = np.abs(draws.mean(axis=0) - np.sum(query * key, axis=1))
     assert (bias < 4.0 * standard_error).all()
-
-
-@pytest.mark.parametrize("sketch_dim", [8, 32, 64, 112])
-def test_error_follows_the_sketch_size(sketch_dim):
-    rng = np.random.default_rng(1)
-    query, key = rng.standard_normal((2, 200, 128))
-    exact = query @ key.T
-    errors = []
-    for seed in range(50):
-        omega = sketch.srht_matrix(128, sketch_dim, seed)
-        errors.append((query @ omega) @ (key @ omega).T - exact)
-    relative = np.sqrt(np.mean(np.square(errors)) / np.mean(exact**2))
-    expected = np.sqrt((128 - sketch_dim) / sketch_dim)
-    assert abs(relative / expected - 1.0) < 0.1
 
 
 def fast_scores(query, key, lengths, config):
@@ -126,14 +107,6 @@ def test_ragged_batches_score_as_single_sequences(lengths):
     for row, length in enumerate(lengths):
         expected = reference.block_scores(query[row, :length], key[row, :length], config)
         assert_scores_equal(actual[row], expected)
-
-
-def test_repeating_key_heads_does_not_change_the_mean():
-    layers = cases.draw_layers(2, num_layers=1, num_tokens=64, heads=(8, 2))
-    key = jnp.asarray(layers.keys[0])[None]
-    once = sketch.head_means(key)
-    repeated = sketch.head_means(jnp.repeat(key, 4, axis=2))
-    np.testing.assert_allclose(once, repeated, **tolerance("scores"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

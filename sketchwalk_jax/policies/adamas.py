@@ -11,8 +11,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import DecodePolicy, LayerShape, Span
 
-PyTree = Any
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamasConfig(DecodePolicy):

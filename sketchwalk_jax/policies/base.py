@@ -16,7 +16,7 @@ import abc
 import copy
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -149,43 +149,6 @@ def take_layer(stacked: PyTree, layer: Int[Array, ""]) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacked)
 
 
-@runtime_checkable
-class InPlace(Protocol):
-    """Updates one layer's statistics inside the arrays of all layers, without copying them out.
-
-    A policy may have one (`Policy.in_place`). Without it, a layer's statistics are copied out for
-    `Policy.observe` and copied back.
-    """
-
-    def observe(
-        self,
-        key: Float[Array, "B T K H"],
-        statistics: PyTree,
-        *,
-        layer: Int[Array, ""],
-        span: Span,
-        kernel_config: KernelConfig | None,
-        write: TokenWrite | None = None,
-    ) -> tuple[Any, ...] | None:
-        """Updates the statistics of one layer, like `Policy.observe`.
-
-        Args:
-          key: Keys of the span's tokens.
-          statistics: Statistics of all layers so far.
-          layer: Index of the layer to update.
-          span: The tokens.
-          kernel_config: Settings of the kernels, or `None` for plain JAX.
-          write: Caches into which the same kernel writes a decoded token's keys and values.
-
-        Returns:
-          The statistics of all layers, followed by the caches of keys and values if `write` is
-          given; or `None` if this call is not supported.
-        """
-
-    def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
-        """Returns one layer's statistics for `Policy.select`, from all layers' statistics."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(abc.ABC):
     """A rule that selects key blocks. Subclasses are frozen, hashable dataclasses.
@@ -300,8 +263,12 @@ class Policy(abc.ABC):
         return statistics
 
     @property
-    def in_place(self) -> "InPlace | None":
-        """Updates statistics in place, if the policy's kernels support it."""
+    def in_place(self) -> Any:
+        """Updates one layer's statistics among those of all layers, without copying them out.
+
+        `None`, or an object with the methods of `recommended.CodesInPlace`. Without it, a layer's
+        statistics are copied out for `observe` and copied back.
+        """
         return None
 
     @abc.abstractmethod

@@ -12,7 +12,7 @@ block's keys, so a complete block never changes, for any division of tokens into
 """
 
 import dataclasses
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,28 +31,6 @@ LARGEST_CODE = 7
 MIN_STEP, MAX_STEP = -9, 6
 # Stands in place of a scale: no key of the block is finite.
 NO_KEY = -128
-
-
-@runtime_checkable
-class BlockKeys(Protocol):
-    """Keys by block, stored as offsets from a zero point per block."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Capacity in blocks, `J`."""
-
-    @property
-    def block_size(self) -> int:
-        """Number of keys in a block."""
-
-    @property
-    def centre(self) -> Float[Array, "B J K C"]:
-        """Zero points of all blocks."""
-
-    def residual(
-        self, block: Int[Array, ""], count: int, dtype: DTypeLike
-    ) -> Float[Array, "B W K C"]:
-        """Dequantized offsets of the keys of `count` blocks from their zero points."""
 
 
 @register
@@ -241,7 +219,7 @@ def round_queries(query: Float[Array, "*axes C"]) -> Float[Array, "*axes C"]:
 
 def block_scores(
     queries: Float[Array, "B I R N C"],
-    codes: BlockKeys | LayerCodes,
+    codes: BlockCodes | LayerCodes,
     rows: Int[Array, "B I"],
     *,
     kv_lengths: Int[Array, "B"],
@@ -278,7 +256,7 @@ def block_scores(
     Returns:
       Float32 `[B, I, J · pages]`; 0 for rows that see no page.
     """
-    if kernel_config is not None and isinstance(codes, BlockCodes | LayerCodes):
+    if kernel_config is not None:
         of_layer = codes if isinstance(codes, LayerCodes) else codes.as_layer()
         if takes_page_scores(queries, block_size=of_layer.block_size, pages=pages):
             return page_scores_of_kernels(
@@ -344,7 +322,7 @@ def _put_together(
 
 def _page_peaks(
     queries: Float[Array, "B K M C"],
-    codes: BlockKeys,
+    codes: BlockCodes,
     reach: Int[Array, ""],
     *,
     step: int,

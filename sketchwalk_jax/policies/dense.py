@@ -1,15 +1,12 @@
 """Dense attention as a policy: the reference for accuracy."""
 
 import dataclasses
-from typing import Any
 
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy, Span
+from sketchwalk_jax.policies.base import Policy, PyTree, Span
 from sketchwalk_jax.selection import BlockSelection, full_selection
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

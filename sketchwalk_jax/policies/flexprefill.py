@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import lines
-from sketchwalk_jax.policies.base import PrefillPolicy, Span
+from sketchwalk_jax.policies.base import PrefillPolicy, PyTree, Span, take_layer
 from sketchwalk_jax.precision import LARGEST, MASK_VALUE
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_integer, check_number
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ class FlexPrefillConfig(PrefillPolicy):
     ) -> tuple[BlockSelection, PyTree]:
         """Selects the blocks that every query head keeps for every query block."""
         self.check_phase(span)
-        size, keys = self.block_size, lines.keys_of(key, layer)
+        size, keys = self.block_size, take_layer(key, layer)
         num_blocks = keys.shape[1] // size
         last, is_query = lines.last_queries(query, span, block_size=size, count=size)
         num_queries = jnp.maximum(jnp.sum(is_query, axis=1, dtype=jnp.float32), 1.0)

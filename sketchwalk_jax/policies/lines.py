@@ -5,8 +5,6 @@ whole prompt of `n` tokens from its last `m` queries: with `A = softmax(q kᵀ /
 rows, a *vertical* line is a key that they attend to, a *slash* line a distance that they attend to.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -163,8 +161,3 @@ def lists_of(mask: Bool[Array, "B M I J"], block_size: int) -> BlockSelection:
     columns = jnp.arange(num_blocks, dtype=jnp.int32)[None, None, None, :]
     ids = jnp.sort(jnp.where(mask, columns, num_blocks), axis=-1)
     return BlockSelection(ids, jnp.sum(mask, axis=-1, dtype=jnp.int32), block_size)
-
-
-def keys_of(key: Float[Array, "Ls B S K H"], layer: Any) -> Float[Array, "B S K H"]:
-    """Takes one layer of the stacked cache."""
-    return jax.lax.dynamic_index_in_dim(key, layer, keepdims=False)

@@ -1,19 +1,18 @@
 """MInference (arXiv:2407.02490): one pattern per head, filled in from the last queries."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies import lines
-from sketchwalk_jax.policies.base import PrefillPolicy, Span
+from sketchwalk_jax.policies.base import PrefillPolicy, PyTree, Span, take_layer
 from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.validation import check_choice, check_integer, check_number
 
-PyTree = Any
 Pattern = Literal["vertical_and_slash", "block_sparse", "stream"]
 
 _PATTERNS = ("vertical_and_slash", "block_sparse", "stream")
@@ -106,7 +105,7 @@ class MInferenceConfig(PrefillPolicy):
         causal = lines.row_mask(span, num_blocks, size)
         if self.pattern == "stream":
             return lines.lists_of(self._stream(causal, rows), size), walk
-        keys = lines.keys_of(key, layer)
+        keys = take_layer(key, layer)
         if self.pattern == "block_sparse":
             mask = self._best_blocks(query, keys, causal, span)
             return lines.lists_of(mask, size), walk

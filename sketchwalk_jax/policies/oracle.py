@@ -8,10 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.mass import block_mass, token_mass
-from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
+from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, PyTree, Span
 from sketchwalk_jax.validation import check_choice
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

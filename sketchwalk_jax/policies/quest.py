@@ -1,7 +1,6 @@
 """Quest (arXiv:2406.10774): ranks pages by a bound on their inner products with the query."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -11,8 +10,6 @@ from sketchwalk_jax.policies.base import DecodePolicy, LayerShape, Span
 from sketchwalk_jax.precision import matmul_precision
 from sketchwalk_jax.pytree import register
 from sketchwalk_jax.validation import check_integer
-
-PyTree = Any
 
 
 @register

@@ -1,15 +1,12 @@
 """Random blocks: a baseline that shows what the density alone achieves."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.policies.base import BudgetPolicy, Span
-
-PyTree = Any
+from sketchwalk_jax.policies.base import BudgetPolicy, PyTree, Span
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

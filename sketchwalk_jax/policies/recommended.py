@@ -33,15 +33,21 @@ from sketchwalk_jax.pallas_kernels.key_quantization import api as key_quantizati
 from sketchwalk_jax.pallas_kernels.page_scores import api as page_scores
 from sketchwalk_jax.pallas_kernels.top_k import api as top_k
 from sketchwalk_jax.plan import Plan
-from sketchwalk_jax.policies.base import LayerShape, ScorePolicy, Span, TokenWrite, take_layer
-from sketchwalk_jax.policies.block_codes import BlockCodes, BlockKeys, LayerCodes, block_scores
+from sketchwalk_jax.policies.base import (
+    LayerShape,
+    PyTree,
+    ScorePolicy,
+    Span,
+    TokenWrite,
+    take_layer,
+)
+from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
 from sketchwalk_jax.validation import check_integer, check_number, describe
 from sketchwalk_jax.walk import WalkState
 
-PyTree = Any
 # Powers below 1e-38 vanish; with this exponent, powers of softmax weights below 1e-5 do.
 _MAX_EXPONENT = 8
 # A layer to which a plan gives at least this density attends to everything.
@@ -258,7 +264,7 @@ class RecommendedConfig(ScorePolicy):
             num_blocks=num_blocks,
             block_size=self.block_size,
             num_kv_heads=shape.num_kv_heads,
-            num_channels=len(self.channels(shape.head_dim)),
+            num_channels=len(slow_channels(shape.head_dim)),
             dtype=shape.dtype,
         )
 
@@ -279,21 +285,12 @@ class RecommendedConfig(ScorePolicy):
             )
             if found is not None:
                 return jax.tree.map(lambda x: x[0], found[0])
-        return statistics.add(key[..., self.channels(key.shape[-1])], span)
+        return statistics.add(key[..., slow_channels(key.shape[-1])], span)
 
     @property
     def in_place(self) -> "CodesInPlace":
         """Lets kernels update and read one layer's keys inside the arrays of all layers."""
-        return CodesInPlace(self)
-
-    def channels(self, head_dim: int) -> Int[np.ndarray, "C"]:
-        """Returns the channels that the scores use."""
-        return slow_channels(head_dim)
-
-    def _of_slow(self, kernel_config: KernelConfig | None, head_dim: int) -> KernelConfig | None:
-        """Settings of the kernels, or `None` if they do not support these channels."""
-        is_slow = np.array_equal(self.channels(head_dim), slow_channels(head_dim))
-        return kernel_config if is_slow else None
+        return CodesInPlace()
 
     def select(
         self,
@@ -326,7 +323,7 @@ class RecommendedConfig(ScorePolicy):
             kernel_config=kernel_config,
         )
         if span.is_token:
-            scores = score(query[:, None][..., self.channels(query.shape[-1])], rows=rows)
+            scores = score(query[:, None][..., slow_channels(query.shape[-1])], rows=rows)
         else:
             scores = self._score_rows(query, span, walk.layers, score, kernel_config=kernel_config)
         evidence = jnp.maximum(scores, self.decay * walk.scores)
@@ -346,7 +343,6 @@ class RecommendedConfig(ScorePolicy):
         kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState] | None:
         """Runs all of `select` for a token in kernels; `None` if they do not support the call."""
-        kernel_config = self._of_slow(kernel_config, query.shape[-1])
         if isinstance(statistics, BlockCodes):
             statistics = statistics.as_layer()
         elif isinstance(statistics, LayerCodes):
@@ -377,7 +373,7 @@ class RecommendedConfig(ScorePolicy):
     def evidence(
         self,
         queries: Float[Array, "B I R N C"],
-        codes: BlockKeys | LayerCodes,
+        codes: BlockCodes | LayerCodes,
         rows: Int[Array, "B I"],
         *,
         kv_lengths: Int[Array, "B"],
@@ -406,13 +402,11 @@ class RecommendedConfig(ScorePolicy):
         kernel_config: KernelConfig | None = None,
     ) -> Float[Array, "B I R N C"]:
         """Selects `count` representative queries of each row, in the channels of the scores."""
-        head_dim = query.shape[-1]
         sizes, found = {"count": count, "block_size": self.block_size}, None
-        kernel_config = self._of_slow(kernel_config, head_dim)
         if kernel_config is not None:
             found = page_scores.representatives(query, valid, **sizes, kernel_config=kernel_config)
         if found is None:
-            query = query[..., self.channels(head_dim)]
+            query = query[..., slow_channels(query.shape[-1])]
             found = representative_queries(query, valid, **sizes)
         return found
 
@@ -519,15 +513,8 @@ class RecommendedConfig(ScorePolicy):
         return lists or select_blocks(evidence, last, counts, **rule)
 
 
-@dataclasses.dataclass(frozen=True)
 class CodesInPlace:
-    """Quantized keys of all layers, which kernels update and read in place (`base.InPlace`).
-
-    Attributes:
-      policy: The policy, which determines the channels.
-    """
-
-    policy: RecommendedConfig
+    """Quantized keys of all layers, which kernels update and read in place."""
 
     def observe(
         self,
@@ -539,8 +526,20 @@ class CodesInPlace:
         kernel_config: KernelConfig | None,
         write: TokenWrite | None = None,
     ) -> tuple[Any, ...] | None:
-        """Quantizes and adds the span's keys in one layer; with `write`, also writes the caches."""
-        kernel_config = self.policy._of_slow(kernel_config, key.shape[-1])
+        """Updates the statistics of one layer, like `Policy.observe`.
+
+        Args:
+          key: Keys of the span's tokens.
+          statistics: Statistics of all layers so far.
+          layer: Index of the layer to update.
+          span: The tokens.
+          kernel_config: Settings of the kernels, or `None` for plain JAX.
+          write: Caches into which the same kernel writes a decoded token's keys and values.
+
+        Returns:
+          The statistics of all layers, followed by the caches of keys and values if `write` is
+          given; or `None` if this call is not supported.
+        """
         if kernel_config is None or not isinstance(statistics, BlockCodes):
             return None
         codes = statistics.code, statistics.centre, statistics.step, statistics.unfinished

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.lines import lists_of
 from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.pytree import register
 from sketchwalk_jax.selection import BlockSelection
@@ -203,13 +204,7 @@ class ReleasedConfig(Policy):
         )
         is_kept = is_sink | is_recent | (is_candidate & (scores > threshold)) | is_dense[..., None]
         is_kept &= causal
-        ids = jnp.sort(jnp.where(is_kept, column, num_blocks), axis=-1)
-        counts = jnp.sum(is_kept, axis=-1, dtype=jnp.int32)
-        return BlockSelection(ids[:, None], counts[:, None], self.block_size)
-
-    def _exists(self, num_tokens: Int[Array, "B"], num_blocks: int) -> Bool[Array, "B J"]:
-        starts = jnp.arange(num_blocks, dtype=jnp.int32) * self.block_size
-        return starts[None, :] < num_tokens[:, None]
+        return lists_of(is_kept[:, None], self.block_size)
 
     def select(
         self,
@@ -224,7 +219,8 @@ class ReleasedConfig(Policy):
     ) -> tuple[BlockSelection, WalkState]:
         """Selects for every query block and updates the walk; a token leaves it unchanged."""
         rows, num_blocks = span.rows(self.block_size), statistics.key.shape[1]
-        exists = self._exists(span.end, num_blocks)
+        starts = jnp.arange(num_blocks, dtype=jnp.int32) * self.block_size
+        exists = starts[None, :] < span.end[:, None]
         matrix = self._transition(statistics.query / self.block_size, statistics.key, exists)
         if span.is_token:
             pooled = jnp.sum(statistics.recent, axis=1, keepdims=True)  # unused slots are zero

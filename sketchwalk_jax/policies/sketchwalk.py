@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels.config import MAX_POWER, KernelConfig
 from sketchwalk_jax.pallas_kernels.top_k import api as top_k
 from sketchwalk_jax.pallas_kernels.walk import api as walk_kernels
-from sketchwalk_jax.policies.base import LayerShape, Policy, Span
+from sketchwalk_jax.policies.base import BudgetPolicy, LayerShape, Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.released import ReleasedConfig
 from sketchwalk_jax.pytree import register
-from sketchwalk_jax.selection import BlockSelection, block_budget, select_blocks
+from sketchwalk_jax.selection import BlockSelection, select_blocks
 from sketchwalk_jax.sketch import (
     block_means,
     block_scores,
@@ -53,7 +53,7 @@ class SketchSums:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SketchWalkConfig(Policy):
+class SketchWalkConfig(BudgetPolicy):
     r"""Sketch-and-Walk block selection (arXiv:2602.07397, sections 2.2, 2.3 and Algorithms 1, 2).
 
     Queries and keys are averaged over heads and over the tokens of a block. With these
@@ -102,24 +102,15 @@ class SketchWalkConfig(Policy):
     exponent: int = 8
     walk_degree: int = 1
     beta: float | None = None
-    density: float = 0.2
-    sink_blocks: int = 1
-    local_blocks: int = 1
-    dense_layers: int | tuple[int, ...] = 2
 
     def __post_init__(self) -> None:
         """Checks every field."""
         super().__post_init__()
         check_integer("sketch_dim", self.sketch_dim, is_optional=True)
         check_choice("transition", self.transition, _TRANSITIONS)
-        for name, least in (
-            ("seed", 0),
-            ("exponent", 1),
-            ("walk_degree", 1),
-            ("sink_blocks", 0),
-            ("local_blocks", 1),
-        ):
-            check_integer(name, getattr(self, name), least=least)
+        check_integer("seed", self.seed, least=0)
+        check_integer("exponent", self.exponent)
+        check_integer("walk_degree", self.walk_degree)
         if self.exponent > MAX_POWER:
             raise ValueError(f"exponent must be at most {MAX_POWER}, got {self.exponent}")
         if self.beta is not None:
@@ -129,7 +120,6 @@ class SketchWalkConfig(Policy):
                     "beta must be None or 0 unless transition is 'softmax' (damping needs rows "
                     f"that sum to one), got beta={self.beta!r} with transition={self.transition!r}"
                 )
-        check_number("density", self.density, "(0, 1]")
 
     @classmethod
     def paper(cls, **overrides: Any) -> "SketchWalkConfig":
@@ -194,15 +184,6 @@ class SketchWalkConfig(Policy):
         """Returns the walk before the first sparse layer."""
         return WalkState.zeros(batch, num_rows, num_blocks)
 
-    def budget(self, num_blocks: int) -> Int[np.ndarray, "J"]:
-        """Number of blocks that each of `num_blocks` rows keeps, non-decreasing."""
-        return block_budget(
-            num_blocks,
-            density=self.density,
-            sink_blocks=self.sink_blocks,
-            local_blocks=self.local_blocks,
-        )
-
     # Algorithm 1 steps 1-4; Algorithm 2 steps 2 and 3.
 
     def observe(
@@ -247,45 +228,21 @@ class SketchWalkConfig(Policy):
         span: Span,
         kernel_config: KernelConfig | None = None,
     ) -> tuple[BlockSelection, WalkState]:
-        """Scores, walk and top-τ: selects blocks for every query block, or the decoded token."""
-        del key, layer
-        select = self._select_token if span.is_token else self._select_prompt
-        return select(query, statistics, walk, span=span, kernel_config=kernel_config)
+        """Scores, walk and top-τ: selects blocks for every query block, or the decoded token.
 
-    def _select_prompt(
-        self,
-        query: Float[Array, "B T N H"],
-        sums: SketchSums,
-        walk: WalkState,
-        *,
-        span: Span,
-        kernel_config: KernelConfig | None,
-    ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 1: the mean query represents each query block."""
-        query_means = block_means(sums.query, span.end, self.block_size)
-        key_means = block_means(sums.key, span.end, self.block_size)
-        scores = block_scores(query_means, key_means, query.shape[-1])
-        return self._walk_and_select(scores, walk, span.rows(self.block_size), kernel_config)
-
-    def _select_token(
-        self,
-        query: Float[Array, "B 1 N H"],
-        sums: SketchSums,
-        walk: WalkState,
-        *,
-        span: Span,
-        kernel_config: KernelConfig | None,
-    ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 2: the mean over heads of the token's query represents the row of its block."""
+        The mean query represents a query block; in decode, the token's mean over heads does.
+        """
+        num_blocks = statistics.key.shape[1]
+        rows, budget = span.rows(self.block_size), self.budget(num_blocks)
         omega = self._omega(query)
-        if kernel_config is not None:
+        if span.is_token and kernel_config is not None:
             selected = walk_kernels.select_token(
                 query,
-                sums.query,
-                sums.key,
+                statistics.query,
+                statistics.key,
                 walk,
                 positions=span.positions,
-                budget=self.budget(sums.key.shape[1]),
+                budget=budget,
                 omega=omega,
                 **self._walk_rule,
                 **self._list_rule,
@@ -293,27 +250,16 @@ class SketchWalkConfig(Policy):
             )
             if selected is not None:
                 return selected
-        rows = span.rows(self.block_size)
-        token = project(head_means(query), omega)
-        is_row = jnp.arange(sums.query.shape[1], dtype=jnp.int32)[None, :] == rows
-        query_means = block_means(sums.query, span.end, self.block_size)
-        query_rows = jnp.where(is_row[:, :, None, None], token, query_means)
-        key_means = block_means(sums.key, span.end, self.block_size)
-        scores = block_scores(query_rows, key_means, query.shape[-1])
-        return self._walk_and_select(scores, walk, rows, kernel_config)
-
-    def _walk_and_select(
-        self,
-        scores: Float[Array, "B J J"],
-        walk: WalkState,
-        rows: Int[Array, "B I"],
-        kernel_config: KernelConfig | None,
-    ) -> tuple[BlockSelection, WalkState]:
-        """Algorithm 1 steps 6-7."""
-        num_blocks, budget = scores.shape[-1], self.budget(scores.shape[-1])
+        query_means = block_means(statistics.query, span.end, self.block_size)
+        key_means = block_means(statistics.key, span.end, self.block_size)
+        if span.is_token:
+            is_row = jnp.arange(num_blocks, dtype=jnp.int32)[None, :] == rows
+            token = project(head_means(query), omega)
+            query_means = jnp.where(is_row[:, :, None, None], token, query_means)
+        scores = block_scores(query_means, key_means, query.shape[-1])
         precision = walk_kernels.walk_precision(kernel_config)
         selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
-        counts = jnp.asarray(budget)[jnp.minimum(rows, num_blocks - 1)]
+        counts = self.counts(rows, num_blocks)
         lists = dict(self._list_rule, max_count=int(budget[-1]))
         selection = None
         if kernel_config is not None:

@@ -1,16 +1,13 @@
 """First and most recent blocks, independent of content: attention sinks and a sliding window."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import BudgetPolicy, Span
+from sketchwalk_jax.policies.base import BudgetPolicy, PyTree, Span
 from sketchwalk_jax.selection import BlockSelection
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,15 +42,7 @@ def budget(config: SketchWalkConfig, num_blocks: int) -> np.ndarray:
 def token_mask(
     rows: Sequence[Sequence[int]] | None, num_tokens: int, block_size: int
 ) -> np.ndarray:
-    """Returns the mask of pairs of tokens that attend.
-
-    Args:
-      rows: Block ids of each query block, or None for dense causal attention.
-      num_tokens: `T`.
-      block_size: Tokens per block.
-
-    Returns:
-      `[T, T]` bool: causal, and inside the blocks of the query's row.
+    """Returns the causal mask `[T, T]` of the blocks of each row; None is dense attention.
 
     Example:
       >>> token_mask([[0], [1]], 3, 2).astype(int).tolist()
@@ -76,23 +68,13 @@ def masked_attention(
 ) -> tuple[Float[AnyArray, "T N H"], Float[AnyArray, "T N"]]:
     """Computes `softmax(scale · Q Kᵀ) V` per head over the allowed pairs.
 
-    Args:
-      query: Queries of one sequence.
-      key: Keys; query head `n` reads key head `n // (N / K)`.
-      value: Values.
-      mask: True where a query may attend to a key, shared by the heads or one per query head.
-      scale: Factor of the logits; `1 / sqrt(H)` where None.
+    Query head `n` reads key head `n // (N / K)`. The mask is shared by the heads or one per query
+    head; `scale` is `1 / sqrt(H)` where None.
 
     Returns:
       The output in float32, and the log-sum-exp of the scaled logits. A query that may attend
       to nothing gives 0 and `-inf`; one that may attend to a key or value that is not finite gives
       NaN, and no other does.
-
-    Example:
-      >>> x = jnp.ones((2, 1, 4))
-      >>> out, lse = masked_attention(x, x, x, jnp.tril(jnp.ones((2, 2), bool)))
-      >>> out.shape, lse.shape
-      ((2, 1, 4), (2, 1))
     """
     num_heads, head_dim = query.shape[1:]
     group_size = num_heads // key.shape[1]
@@ -122,7 +104,6 @@ class ReferenceLayer:
 
     Attributes:
       output: Attention output, `[T, N, H]` float32 (`T` is 1 in decode).
-      lse: Log-sum-exp, `[T, N]` float32.
       rows: Selected block ids of each query block, ascending; one row in decode; None where
         the layer is dense.
       walk: `log2 R_k`, `[J, J]` float64, or None where the layer is dense.
@@ -131,7 +112,6 @@ class ReferenceLayer:
     """
 
     output: Float[AnyArray, "T N H"]
-    lse: Float[AnyArray, "T N"]
     rows: list[list[int]] | None
     walk: np.ndarray | None
     scores: np.ndarray | None
@@ -157,11 +137,6 @@ def select(
 
     Returns:
       Block ids of each row, `log2 R_k` and `A_k`.
-
-    Example:
-      >>> x = np.ones((65, 1, 32), np.float32)
-      >>> select(x, x, None, SketchWalkConfig.paper())[0]
-      [[0], [0, 1]]
     """
     scores = block_scores(query, key, config, is_token=is_token)
     state = oracle.log2_step(previous, scores, config)
@@ -182,21 +157,9 @@ def run_layer(
     is_token: bool = False,
     is_dense: bool = False,
 ) -> ReferenceLayer:
-    """Computes one layer of a prompt, or in decode of the last of `T` tokens.
+    """Computes one layer of a prompt, or in decode of the last of `T` tokens; see `select`.
 
-    Args:
-      query: Queries of all tokens so far, after RoPE.
-      key: Keys, likewise.
-      value: Values.
-      previous: `log2 R_{k-1}`, None at the first sparse layer.
-      config: Configuration of the policy.
-      is_token: Whether this is a step of decode.
-      is_dense: Attends to everything, and neither reads nor writes the walk.
-
-    Example:
-      >>> x = np.ones((65, 1, 32), np.float32)
-      >>> run_layer(x, x, x, None, SketchWalkConfig.paper()).rows
-      [[0], [0, 1]]
+    A dense layer attends to everything, and neither reads nor writes the walk.
     """
     rows = state = scores = None
     if not is_dense:
@@ -206,8 +169,8 @@ def run_layer(
         mask = np.isin(blocks, blocks if rows is None else rows[0])[None]
     else:
         mask = token_mask(rows, len(key), config.block_size)
-    output, lse = masked_attention(query, key, value, mask)
-    return ReferenceLayer(output, lse, rows, state, scores, mask)
+    output, _ = masked_attention(query, key, value, mask)
+    return ReferenceLayer(output, rows, state, scores, mask)
 
 
 def run_layers(

@@ -1,29 +1,17 @@
 """The rule of the authors' published code, which differs from Algorithms 1 and 2 as printed.
 
 Implemented from a description of what that code computes. It looks ahead (its softmax runs over
-all blocks of the prompt) and its lists depend on the prompt's length.
+all blocks of the prompt) and its lists depend on the prompt's length. Queries and keys are those
+after RoPE of all tokens so far, `[T, N, H]` and `[T, K, H]`.
 """
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float
-
-from reference.printed import AnyArray
-
-if TYPE_CHECKING:
-    from sketchwalk_jax.policies.released import ReleasedConfig
 
 
-def released_transition(
-    query: Float[AnyArray, "T N H"],
-    key: Float[AnyArray, "T K H"],
-    config: "ReleasedConfig",
-    *,
-    is_decode: bool = False,
-) -> np.ndarray:
+def released_transition(query, key, config, *, is_decode: bool = False) -> np.ndarray:
     """Averages over heads the softmax of `logit_scale · q̄ k̄ᵀ / sqrt(H)` over all blocks.
 
     Logits that are not finite do not count; a head without finite ones adds nothing.
@@ -31,20 +19,8 @@ def released_transition(
     Block means divide by the block size even where the last block is partly filled. In decode
     the last row's query is the mean of the last `decode_queries` tokens instead.
 
-    Args:
-      query: Queries after RoPE.
-      key: Keys after RoPE.
-      config: Configuration of the policy.
-      is_decode: Whether the last row stands for the last token.
-
     Returns:
       `P`, `[J, J]` float64; rows sum to one, or to 0 where no logit is finite.
-
-    Example:
-      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-      >>> x = np.ones((128, 1, 32), np.float32)
-      >>> released_transition(x, x, SketchWalkConfig.released()).tolist()
-      [[0.5, 0.5], [0.5, 0.5]]
     """
     num_heads, head_dim = query.shape[1:]
     size = config.block_size
@@ -59,12 +35,10 @@ def released_transition(
     key_means = key_means.repeat(num_heads // key.shape[1], axis=1)
     logits = np.einsum("inh,jnh->nij", query_means, key_means)
     logits = np.asarray(logits, np.float64) * config.logit_scale / math.sqrt(head_dim)
-    return softmax_over(logits, np.isfinite(logits)).mean(axis=0)
+    return _softmax_over(logits, np.isfinite(logits)).mean(axis=0)
 
 
-def released_walk(
-    previous: np.ndarray, matrix: np.ndarray, rows: np.ndarray, config: "ReleasedConfig"
-) -> np.ndarray:
+def released_walk(previous: np.ndarray, matrix: np.ndarray, rows: np.ndarray, config) -> np.ndarray:
     """Repeats `S ← (1 - damping) P + damping S P` for `walk_steps` times.
 
     Args:
@@ -72,14 +46,6 @@ def released_walk(
       matrix: `P`, `[J, J]`.
       rows: The rows of `P` that `S` stands for, shaped like `previous`.
       config: Configuration of the policy.
-
-    Returns:
-      `S` after, shaped like `previous`.
-
-    Example:
-      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-      >>> released_walk(np.eye(2), np.eye(2), np.eye(2), SketchWalkConfig.released()).tolist()
-      [[1.0, 0.0], [0.0, 1.0]]
     """
     state = previous
     for _ in range(config.walk_steps):
@@ -87,24 +53,13 @@ def released_walk(
     return state
 
 
-def released_select(
-    walk_row: np.ndarray, row: int, num_tokens: int, config: "ReleasedConfig"
-) -> list[int]:
+def released_select(walk_row: np.ndarray, row: int, num_tokens: int, config) -> list[int]:
     """Keeps the first and the recent blocks, and those above a quantile of the others.
 
     With `n` tokens: blocks below `ceil(sink_fraction · n / size)`, blocks at most
     `ceil(recent_fraction · n / size)` before the row, and blocks strictly above the
     `quantile` (linearly interpolated) of the row's entries from block
     `floor(skip_fraction · n) // size` to the diagonal.
-
-    Args:
-      walk_row: `S[i]`, all blocks.
-      row: `i`.
-      num_tokens: Tokens so far, `n`.
-      config: Configuration of the policy.
-
-    Returns:
-      Block ids in ascending order.
 
     Example:
       >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
@@ -124,27 +79,18 @@ def released_select(
 
 
 def released_select_prefill(
-    query: Float[AnyArray, "T N H"],
-    key: Float[AnyArray, "T K H"],
-    previous: np.ndarray | None,
-    config: "ReleasedConfig",
+    query, key, previous: np.ndarray | None, config
 ) -> tuple[list[list[int]], np.ndarray]:
     """Selects for every row of a prompt; the last `dense_rows` keep every causal block.
 
     Args:
-      query: Queries after RoPE.
-      key: Keys after RoPE.
+      query: Queries.
+      key: Keys.
       previous: `R_{k-1}`, None at the first sparse layer, which starts from `P`.
       config: Configuration of the policy.
 
     Returns:
       Block ids of each row, and `R_k`.
-
-    Example:
-      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-      >>> x = np.ones((65, 1, 32), np.float32)
-      >>> released_select_prefill(x, x, None, SketchWalkConfig.released())[0]
-      [[0], [0, 1]]
     """
     matrix = released_transition(query, key, config)
     state = released_walk(matrix if previous is None else previous, matrix, matrix, config)
@@ -158,46 +104,18 @@ def released_select_prefill(
     return rows, state
 
 
-def released_select_decode(
-    query: Float[AnyArray, "T N H"], key: Float[AnyArray, "T K H"], config: "ReleasedConfig"
-) -> tuple[list[int], np.ndarray]:
-    """Selects for the last of `T` tokens; no state crosses layers.
+def released_select_decode(query, key, config) -> tuple[list[int], np.ndarray]:
+    """Returns block ids for the last token, and the row `[J]` that selected them.
 
-    Args:
-      query: Queries of all tokens so far, after RoPE.
-      key: Keys of all tokens so far, after RoPE.
-      config: Configuration of the policy.
-
-    Returns:
-      Block ids, and the row `[J]` that selected them.
-
-    Example:
-      >>> from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
-      >>> x = np.ones((65, 1, 32), np.float32)
-      >>> released_select_decode(x, x, SketchWalkConfig.released())[0]
-      [0, 1]
+    No state crosses layers.
     """
     matrix = released_transition(query, key, config, is_decode=True)
     row = released_walk(matrix[-1], matrix, matrix[-1], config)
     return released_select(row, len(matrix) - 1, len(query), config), row
 
 
-def softmax_over(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Softmax of each row over the entries that count; a row without any is zero.
-
-    Args:
-      logits: `[..., J]`, finite where they count.
-      counts: Mask of the entries that count, of the same shape.
-
-    Returns:
-      The same shape; rows sum to one or are zero.
-
-    Example:
-      >>> softmax_over(np.array([1.0, 1.0, np.nan]), np.array([True, True, False])).tolist()
-      [0.5, 0.5, 0.0]
-    """
-    if not counts.any():
-        return np.zeros(logits.shape)
+def _softmax_over(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Softmax of each row over the entries that count; a row without any is zero."""
     largest = np.max(logits, axis=-1, keepdims=True, initial=-np.inf, where=counts)
     largest = np.where(np.isfinite(largest), largest, 0.0)
     weights = np.where(counts, np.exp(np.where(counts, logits - largest, 0.0)), 0.0)
