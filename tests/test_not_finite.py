@@ -25,11 +25,12 @@ from sketchwalk_jax import (
     sketchwalk_attention,
 )
 from sketchwalk_jax.attention.api import (
-    attend_rows,
     block_sparse_attention,
     block_sparse_decode,
     dense_attention,
+    prepare_lists,
 )
+from sketchwalk_jax.attention.differentiable import attend_lists
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
@@ -96,9 +97,8 @@ def run(query, key, value, *, config):
         *own, one, index = layer
         one = config.observe(own[0], own[1], one, span=span)
         lists, walk = config.select(own[0], key, one, walk, layer=index, span=span)
-        out, _ = attend_rows(
-            *own, lists, first_block=first, layer=None, kv_lengths=lengths, implementation="xla"
-        )
+        given = prepare_lists(*own, lists, first, kv_lengths=lengths, implementation="xla")
+        out, _ = attend_lists(*given)
         state = None if walk is None else walk.scores
         return walk, (lists.ids[:, 0], lists.counts[:, 0], out, state)
 
@@ -268,7 +268,8 @@ def attend_to_lists(case):
         where = {"layer": layer, "kv_lengths": kv_lengths, "implementation": "xla"}
         if case.op == "decode":
             return block_sparse_decode(query, key, value, selection, return_lse=True, **where)
-        return attend_rows(query, key, value, selection, first_block=first_block, **where)
+        given = prepare_lists(query, key, value, selection, first_block, return_lse=True, **where)
+        return attend_lists(*given)
 
     return jax.jit(attend)
 

@@ -79,12 +79,8 @@ def block_mass(
       ValueError: If shapes or dtypes do not fit together, `block_size` is not positive, or
         `aggregate` is unknown.
     """
-    batch, num_tokens = check_qkv(query, key, key, layer)
-    check_integer("block_size", block_size)
-    check_choice("aggregate", aggregate, AGGREGATES)
-    check_auto_axes("query and key", (query, key))
+    batch, num_tokens = _check(query, key, layer, block_size, aggregate, kv_lengths)
     check_per_sequence("first_block", first_block, batch)
-    check_per_sequence("kv_lengths", kv_lengths, batch)
     if valid is not None and valid.shape != (batch, num_tokens):
         raise ValueError(f"valid must have shape {(batch, num_tokens)}, got {valid.shape}")
     key = key[None] if layer is None else key
@@ -129,16 +125,8 @@ def token_mass(
 ) -> Float[Array, "B *N 1 J"]:
     """Computes the attention mass of every key block for one token per sequence, the last one.
 
-    Args:
-      query: Queries of the current token.
-      key: Keys, including the current token's key, or a stacked cache with `layer`.
-      block_size: Tokens per block.
-      kv_lengths: Number of keys in each sequence, including the current token's key.
-      layer: Layer of the stacked cache.
-      scale: Factor of the scores. Default: `1 / sqrt(H)`.
-      sum_heads: Whether to combine the query heads; otherwise the result has an axis of heads.
-      aggregate: As in `block_mass`.
-      kernel_config: Tile sizes of the implementation.
+    The arguments are those of `block_mass`, but `kv_lengths` must be given. Keys include the
+    current token's key.
 
     Returns:
       Float32 `[B, 1, J]`, which with `"sum"` sums to the number of query heads, or `[B, N, 1, J]`.
@@ -146,13 +134,9 @@ def token_mass(
     Raises:
       ValueError: In the same cases as `block_mass`.
     """
-    batch, num_tokens = check_qkv(query, key, key, layer)
-    check_integer("block_size", block_size)
-    check_choice("aggregate", aggregate, AGGREGATES)
-    check_auto_axes("query and key", (query, key))
+    _, num_tokens = _check(query, key, layer, block_size, aggregate, kv_lengths)
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
-    check_per_sequence("kv_lengths", kv_lengths, batch)
     lengths = jnp.asarray(kv_lengths, jnp.int32)
     return _mass(
         query[:, None],
@@ -168,6 +152,18 @@ def token_mass(
         row_tile=1,
         keys_per_step=(kernel_config or default_kernel_config()).dense_decode_keys,
     )
+
+
+def _check(
+    query: Any, key: Any, layer: Any, block_size: Any, aggregate: Any, kv_lengths: Any
+) -> tuple[int, int]:
+    """Checks arguments that both functions have; returns the numbers of sequences and queries."""
+    batch, num_tokens = check_qkv(query, key, key, layer)
+    check_integer("block_size", block_size)
+    check_choice("aggregate", aggregate, AGGREGATES)
+    check_auto_axes("query and key", (query, key))
+    check_per_sequence("kv_lengths", kv_lengths, batch)
+    return batch, num_tokens
 
 
 def mass_recall(

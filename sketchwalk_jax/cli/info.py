@@ -16,7 +16,7 @@ from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import field
 from sketchwalk_jax.inference.auto import Auto
-from sketchwalk_jax.inference.cache import empty_cache
+from sketchwalk_jax.inference.cache import init_cache
 from sketchwalk_jax.memory import num_bytes, show_bytes
 from sketchwalk_jax.models.checkpoint import saved_weights
 from sketchwalk_jax.models.config import ModelConfig
@@ -189,7 +189,7 @@ def _describe_cache(
       ValueError: If `max_tokens` is more than the model's context.
     """
     make = functools.partial(
-        empty_cache, model_config, config, batch=1, max_tokens=max_tokens, dtype=dtype
+        init_cache, model_config, config, batch=1, max_tokens=max_tokens, dtype=dtype
     )
     shapes = jax.eval_shape(make)
     return {
