@@ -3,7 +3,7 @@
 The mass of key block `j` for query block `i` is the sum of the softmax weights of the row's
 queries on the block's keys:
 
-    M[i, j] = Σ_{t in row i} Σ_{s in block j, s <= t} softmax(scale · q_t Kᵀ)_s
+    M[i, j] = Σ_{t in row i} Σ_{s in block j, s <= t} softmax(q_t Kᵀ / sqrt(H))_s
 
 One pass over the keys finds the log-sum-exp of every (query, block). A softmax of these over blocks
 gives the mass of each query, without an array of tokens × tokens. Instead of the sum, the maximum
@@ -48,7 +48,6 @@ def block_mass(
     first_block: Int[Array, "B"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     kv_lengths: Int[Array, "B"] | None = None,
-    scale: float | None = None,
     sum_heads: bool = True,
     aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
@@ -64,7 +63,6 @@ def block_mass(
       valid: Whether each column is a query of the sequence. Default: the columns at positions below
         `kv_lengths`.
       kv_lengths: Number of keys in each sequence. Later keys may have any values. Default: `S`.
-      scale: Factor of the scores. Default: `1 / sqrt(H)`.
       sum_heads: Whether to combine the query heads; otherwise the result has an axis of heads.
       aggregate: How to combine queries (and heads): `"sum"`, or `"max"` for the largest share that
         any of them gives the block.
@@ -103,7 +101,6 @@ def block_mass(
         lengths,
         block_size=block_size,
         layer=layer,
-        scale=scale,
         sum_heads=sum_heads,
         aggregate=aggregate,
         row_tile=max(1, kernel_config.dense_rows // block_size),
@@ -118,7 +115,6 @@ def token_mass(
     block_size: int,
     kv_lengths: Int[Array, "B"],
     layer: Int[Array, ""] | int | None = None,
-    scale: float | None = None,
     sum_heads: bool = True,
     aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
@@ -146,7 +142,6 @@ def token_mass(
         lengths,
         block_size=block_size,
         layer=layer,
-        scale=scale,
         sum_heads=sum_heads,
         aggregate=aggregate,
         row_tile=1,
@@ -215,7 +210,6 @@ def _mass(
     *,
     block_size: int,
     layer: Any,
-    scale: float | None,
     sum_heads: bool,
     aggregate: str,
     row_tile: int,
@@ -233,7 +227,6 @@ def _mass(
     key = jax.lax.optimization_barrier(key)  # a fused cast would copy the whole cache
     num_blocks = key.shape[2] // block_size
     layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
-    scale = default_scale(head_dim) if scale is None else scale
     put_together = jnp.sum if aggregate == "sum" else jnp.max
     row_tile = min(row_tile, num_rows)
 
@@ -253,7 +246,6 @@ def _mass(
             kv_lengths,
             block_size=block_size,
             layer=layer,
-            scale=scale,
             keys_per_step=keys_per_step,
         )
         weights = jax.nn.softmax(lse, axis=-1)
@@ -277,7 +269,6 @@ def _block_lse(
     *,
     block_size: int,
     layer: Int[Array, ""],
-    scale: float,
     keys_per_step: int,
 ) -> Float[Array, "B K G T J"]:
     """Log-sum-exp of each query's scores over each block's visible keys before `reach`.
@@ -305,7 +296,7 @@ def _block_lse(
         )
         position = block * block_size + jnp.arange(width, dtype=jnp.int32)[None, None, :]
         visible = (position <= positions[:, :, None]) & (position < kv_lengths[:, None, None])
-        scores = scores.reshape(batch, kv_heads, group, tokens, width) * scale
+        scores = scores.reshape(batch, kv_heads, group, tokens, width) * default_scale(head_dim)
         scores = jnp.where(visible[:, None, None] & jnp.isfinite(scores), scores, MASK_VALUE)
         scores = scores.reshape(*scores.shape[:-1], step, block_size)
         lse = jax.nn.logsumexp(scores, axis=-1)

@@ -270,18 +270,13 @@ def write_and_observe(
             statistics, keys, values = found
             cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
             return cache, in_place.of_layer(statistics, index)
-    written = (
-        None
-        if kernel_config is None
-        else write_token(key, write, place, kernel_config=kernel_config)
+    written = None
+    if kernel_config is not None:
+        written = write_token(key, write, place, kernel_config=kernel_config)
+    keys, values = written or (
+        write_layer(buffer, new, layer=layer, start=start, span=place)
+        for buffer, new in ((cache.key, key), (cache.value, value))
     )
-    if written is None:
-        keys, values = (
-            write_layer(buffer, new, layer=layer, start=start, span=place)
-            for buffer, new in ((cache.key, key), (cache.value, value))
-        )
-    else:
-        keys, values = written
     cache = dataclasses.replace(cache, key=keys, value=values)
     if index is None:
         return cache, None

@@ -137,22 +137,12 @@ def sketchwalk_cached_attention(
     that should stay dense, pass `policy=Dense()` and a cache made for it; `policy.dense_layers` has
     no effect here. For training, which needs no cache, use `sketchwalk_attention`.
 
-    Args:
-      query: Queries of the new tokens after rotary embedding.
-      key: Keys of the new tokens after rotary embedding.
-      value: Values of the new tokens.
-      cache: Cache from `init_layer_cache`, or from the last call on this layer. It is donated.
-      walk: Walk that this function returned in the previous sparse layer. `None` starts a walk.
-      policy: The policy that chooses the key blocks of each query, such as
-        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; the policy that the cache was made
-        for. Default: `SketchWalkConfig.recommended()`.
-      lengths: Number of new tokens of each right-padded sequence. Default: all `T`. In decode, 0
-        marks a sequence that has ended; it does not change.
-      scale: Factor of the attention scores. Default: `1 / sqrt(H)`.
-      implementation: Implementation of attention: `"xla"`, `"mosaic_gpu"` (the kernels for NVIDIA
-        GPUs), or `None` to choose by device and shape.
-      kernel_config: Tile sizes of the implementation.
-      return_selection: Whether to return the selected blocks.
+    `cache` comes from `init_layer_cache` with the same policy, or from the last call on this layer.
+    It is donated. `walk` is the walk that this function returned in the previous sparse layer;
+    `None` starts a walk. `lengths` is the number of new tokens of each right-padded sequence, by
+    default all `T`; in decode, 0 marks a sequence that has ended, and it does not change.
+    `return_selection` also returns the selected blocks. The other arguments are those of
+    `sketchwalk_attention`.
 
     Returns:
       The output `[B, T, N, H]`, the cache, the walk for the next sparse layer, and with

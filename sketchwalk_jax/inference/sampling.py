@@ -113,10 +113,6 @@ class Sampling:
         return is_known(found) and bool(np.all(np.asarray(found) < _SMALLEST_TEMPERATURE))
 
 
-def _flatten(sampling: Sampling) -> tuple[list[Any], None]:
-    return [getattr(sampling, name) for name in _RULES], None
-
-
 def _flatten_with_keys(sampling: Sampling) -> tuple[list[tuple[Any, Any]], None]:
     return [(jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _RULES], None
 
@@ -129,7 +125,7 @@ def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
     return made
 
 
-jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten)
 make_exportable(Sampling)
 
 
