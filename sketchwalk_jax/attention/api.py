@@ -199,7 +199,8 @@ def _attend_blocks(
         query = take_columns(query, (column - shift[:, None]) % (num_rows * size))
     options |= {"layer": layer, "kv_lengths": kv_lengths, "return_lse": return_lse}
     given = prepare_lists(query, key, value, selection, offset // size, **options)
-    out, lse = differentiable.attend_lists(*given)
+    found: Any = differentiable.attend_lists(*given)
+    out, lse = found
     if query_offset is not None:
         back = column[:, :num_tokens] + shift[:, None]
         out, lse = take_columns(out, back), lse if lse is None else take_columns(lse, back)
@@ -238,8 +239,8 @@ def prepare_lists(
     options = differentiable.Options(scale, return_lse, chosen, kernel_config)
     lengths = per_sequence(kv_lengths, key.shape[-3], query.shape[0])
     layer = None if layer is None else jnp.asarray(layer, jnp.int32)
-    arrays = differentiable.in_reverse_mode(query, key, value)
-    arrays = (*arrays, selection, first_block, layer, lengths)
+    given = differentiable.in_reverse_mode(query, key, value)
+    arrays = (*given, selection, first_block, layer, lengths)
     return options, *vary_alike(*jax.tree.map(jnp.asarray, arrays))
 
 

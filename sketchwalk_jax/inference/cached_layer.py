@@ -383,10 +383,13 @@ def layer_attention(
         """Computes one layer on a mesh, each rank its own sequences, heads and query blocks."""
         cache, walk = state
 
-        def on_rank(span: Span, arrays: dict[str, PyTree], walk: PyTree, *tokens: Array) -> Any:
+        def on_rank(span: Span, arrays: dict[str, PyTree], walk: PyTree, *tokens: Any) -> Any:
             exchange = MeshExchange(span, policy, start(span), placement, is_sparse)
+            query, key, value, layer = tokens
             state = dataclasses.replace(cache, **arrays), walk
-            out, (written, walk), aux = attend(exchange, count_pairs(span), *tokens, state)
+            out, (written, walk), aux = attend(
+                exchange, count_pairs(span), query, key, value, layer, state
+            )
             return out, {name: getattr(written, name) for name in arrays}, walk, aux
 
         shared = jax.shard_map(

@@ -457,6 +457,7 @@ def forward(
     )
     lengths = check_prompt(tokens, lengths, model_config)
     check_model(params, None, model_config)
-    cache = new_cache(params, *tokens.shape, settings)
+    batch, num_tokens = tokens.shape
+    cache = new_cache(params, batch, num_tokens, settings)
     with advice(params=params, cache=cache):
         return _prefill(params, tokens, lengths, cache, is_fresh=True, settings=settings)[0]
