@@ -32,7 +32,7 @@ from sketchwalk_jax.attention.api import (  # noqa: E402
     dense_attention,
 )
 from sketchwalk_jax.inference.auto import Auto  # noqa: E402
-from sketchwalk_jax.inference.cache import Cache, Density  # noqa: E402
+from sketchwalk_jax.inference.cache import Cache, Density, init_cache  # noqa: E402
 from sketchwalk_jax.inference.compiled import keep_compiled_programs  # noqa: E402
 from sketchwalk_jax.inference.generation import Generation, generate, make_generate, stream  # noqa: E402
 from sketchwalk_jax.inference.layer import init_walk, sketchwalk_attention  # noqa: E402
@@ -42,7 +42,7 @@ from sketchwalk_jax.inference.layer_cache import (  # noqa: E402
     sketchwalk_cached_attention,
 )
 from sketchwalk_jax.inference.sampling import Sampling  # noqa: E402
-from sketchwalk_jax.inference.steps import decode_step, forward, init_cache, prefill  # noqa: E402
+from sketchwalk_jax.inference.steps import decode_step, forward, prefill  # noqa: E402
 from sketchwalk_jax.models.weights import load, save  # noqa: E402
 from sketchwalk_jax.pallas_kernels import dispatch as dispatch  # noqa: E402
 from sketchwalk_jax.pallas_kernels.config import KernelConfig  # noqa: E402

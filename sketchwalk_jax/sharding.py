@@ -23,13 +23,8 @@ For given queries, keys and values the lists equal one device's lists exactly, b
 the same order. (There is one exception: kernels that score for fewer key/value heads than there are
 ranks divide their sums differently. All ranks still agree with each other.)
 
-**Traffic over `sequence`.** A rank has rows from the beginning and from the end of a prompt, as
-`Blocks` distributes them, to balance causal work. It computes everything for the tokens of its
-rows, including walk and lists. It gathers keys and values of all ranks before it attends, so no row
-waits for another row; keys and values are small compared with what attention reads. They are sent
-while queries are projected and rows are scored. Therefore all of them are sent: a rank does not
-know yet which blocks its rows will list (17 to 50 % of them, `docs/answered.md`), and statistics
-cover all keys. If a rank has `K` key/value heads, in one layer it receives
+**Traffic over `sequence`.** `docs/several_gpus.md` says how ranks share the rows of a prompt and
+the blocks of the cache. If a rank has `K` key/value heads, in one layer it receives
 
 * for a prompt of `T` tokens over all ranks: keys and values, `2 · B · T · K · H` numbers. If the
   prompt is read in pieces, or after other tokens, it also receives the whole cache with room for
@@ -60,7 +55,7 @@ attention of a layer run under `jax.shard_map`, where each rank has its own head
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -86,31 +81,17 @@ AXES = ("data", "sequence", "tensor")
 _SPREAD: dict[tuple[str, ...], int] = {
     ("embed", "embedding"): 0,
     ("lm_head", "kernel"): 1,
-    ("query", "kernel"): 2,
-    ("query", "bias"): 1,
-    ("key", "kernel"): 2,
-    ("key", "bias"): 1,
-    ("value", "kernel"): 2,
-    ("value", "bias"): 1,
-    ("out", "kernel"): 1,
-    ("gate", "kernel"): 2,
-    ("gate", "bias"): 1,
-    ("up", "kernel"): 2,
-    ("up", "bias"): 1,
-    ("down", "kernel"): 1,
-    # Quantized weights have their outputs first.
-    ("query", "quantized"): 1,
-    ("query", "scales"): 1,
-    ("key", "quantized"): 1,
-    ("key", "scales"): 1,
-    ("value", "quantized"): 1,
-    ("value", "scales"): 1,
-    ("out", "quantized"): 2,
-    ("gate", "quantized"): 1,
-    ("gate", "scales"): 1,
-    ("up", "quantized"): 1,
-    ("up", "scales"): 1,
-    ("down", "quantized"): 2,
+    **{
+        (name, part): axis
+        for name in ("query", "key", "value", "gate", "up")
+        # Quantized weights have their outputs first.
+        for part, axis in (("kernel", 2), ("bias", 1), ("quantized", 1), ("scales", 1))
+    },
+    **{
+        (name, part): axis
+        for name in ("out", "down")
+        for part, axis in (("kernel", 1), ("quantized", 2))
+    },
 }
 _INPUTS_SPREAD = {"out", "down"}
 
@@ -219,17 +200,12 @@ class Placement:
         )
         by_sequence = _growing_axes(lambda: make(1, shape), lambda: make(2, shape))
         by_head = _growing_axes(lambda: make(1, shape), lambda: make(1, twice))
-        splits = policy.heads_on_mesh != "all"
-
-        def sharding(sequence: int, head: int) -> NamedSharding:
-            names: list[str | None] = [None] * (max(sequence, head) + 1)
-            if sequence >= 0:
-                names[sequence] = "data"
-            if head >= 0 and splits:
-                names[head] = "tensor"
-            return self.sharding(None, *names)
-
-        return jax.tree.map(sharding, by_sequence, by_head)
+        split = "tensor" if policy.heads_on_mesh != "all" else None
+        return jax.tree.map(
+            lambda sequence, head: self.sharding(None, *_names({sequence: "data", head: split})),
+            by_sequence,
+            by_head,
+        )
 
     def cache(self, policy: Policy) -> dict[str, PyTree]:
         """Returns the shardings of a cache's arrays by field.
@@ -253,16 +229,12 @@ class Placement:
         """
         make = functools.partial(policy.init_walk, num_rows=1, num_blocks=1)
         by_sequence = _growing_axes(lambda: make(batch=1), lambda: make(batch=2))
-
-        def sharding(sequence: int, row: int) -> NamedSharding:
-            names: list[str | None] = [None] * (max(sequence, row) + 1)
-            if sequence >= 0:
-                names[sequence] = "data"
-            if row >= 0 and not is_token:
-                names[row] = "sequence"
-            return self.sharding(*names)
-
-        return jax.tree.map(sharding, by_sequence, self.rows_of_walk(policy))
+        split = None if is_token else "sequence"
+        return jax.tree.map(
+            lambda sequence, row: self.sharding(*_names({sequence: "data", row: split})),
+            by_sequence,
+            self.rows_of_walk(policy),
+        )
 
     def rows_of_walk(self, policy: Policy) -> PyTree:
         """Returns the axis of rows in every array of the walk; -1 if it has none."""
@@ -419,9 +391,6 @@ def lies_on_one_device(params: PyTree) -> bool:
     """Whether parameters are known to be on one device, even if this process has others.
 
     Under your own `jit` this is unknown, unless there is only one device.
-
-    Args:
-      params: Parameter tree.
     """
     if jax.device_count() == 1:
         return True
@@ -431,11 +400,7 @@ def lies_on_one_device(params: PyTree) -> bool:
 
 
 def devices_of(params: PyTree) -> set[jax.Device]:
-    """Returns the devices that arrays are on. NumPy arrays are on none.
-
-    Args:
-      params: Parameter tree.
-    """
+    """Returns the devices that arrays are on. NumPy arrays are on none."""
     arrays = [one for one in jax.tree.leaves(params) if isinstance(one, jax.Array)]
     return set[jax.Device]().union(*(one.devices() for one in arrays))
 
@@ -443,10 +408,7 @@ def devices_of(params: PyTree) -> set[jax.Device]:
 def constrain(x: PyTree, placement: Placement | None, *axes: str | None) -> PyTree:
     """Spreads arrays over the given mesh axes; returns them unchanged if there is no mesh.
 
-    Args:
-      x: Arrays, each with at least as many axes as there are names.
-      placement: The placement, if there is one.
-      *axes: Names of mesh axes, as for `Placement.sharding`.
+    The names are those of `Placement.sharding`; each array has at least as many axes.
     """
     if placement is None:
         return x
@@ -461,11 +423,7 @@ def embed_tokens(
     Without this function, XLA would gather the whole table for a batch of one token. Sequences and
     tokens are spread over the axes that divide them.
 
-    Args:
-      params: Parameter tree.
-      tokens: Token ids. A prompt's ids are in the order of `Blocks.deal`. Ids outside the
-        vocabulary are clamped.
-      placement: The placement, if there is one.
+    A prompt's ids are in the order of `Blocks.deal`. Ids outside the vocabulary are clamped.
     """
     if placement is None:
         return embed(params, tokens)
@@ -501,10 +459,8 @@ def take_dealt_columns(
 
     Without this function, XLA would gather the hidden states of all tokens.
 
-    Args:
-      hidden: Hidden states of all tokens, in the order of `Blocks.deal`.
-      columns: Columns to take, in the same order.
-      placement: The placement. Its `sequence` axis is larger than 1.
+    Hidden states and columns are in the order of `Blocks.deal`, and the placement's `sequence` axis
+    is larger than 1.
     """
     by_sequence = placement.sharding("data").spec
 
@@ -542,16 +498,7 @@ def linear_on_ranks(
     each rank multiplies its own inputs, and the ranks sum the products. The kernel reads a rank's
     weights in place, as on one device.
 
-    Args:
-      x: The input.
-      weights: Weights of all layers by name, with heads and their features as one axis.
-      layer: Index of the layer.
-      scale: Scale of the norm that is applied to the input first, of all layers, if there is one.
-      eps: Epsilon of the norm.
-      placement: Placement of the weights.
-      kernel_config: Settings of the kernel.
-      is_transposed: Whether weights are `[L, F, D]`.
-      weight_scales: Scales of the output channels, if weights are quantized.
+    The arguments other than `placement`, that of the weights, are those of `linear_of_rows`.
     """
     ranks, c = placement.size("tensor"), placement.model_config
     of_inputs = set(weights) <= _INPUTS_SPREAD and ranks > 1
@@ -569,23 +516,19 @@ def linear_on_ranks(
         of_results.append(placement.sharding("data", None, None if of_inputs else spread))
         of_scales.append(placement.sharding(None, None if of_inputs else spread))
     of_x = placement.sharding("data", None, "tensor" if of_inputs else None)
-    own = [
-        jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
-        for sharding, one in zip(of_weights, weights.values(), strict=True)
-    ]
+
+    def shards(shardings: list[NamedSharding], arrays: Iterable[Array]) -> list[Any]:
+        return [
+            jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
+            for sharding, one in zip(shardings, arrays, strict=True)
+        ]
+
     batch, tokens, width = of_x.shard_shape(x.shape)
     rows = jax.ShapeDtypeStruct((batch * tokens, width), x.dtype)
-    own_scales = None
-    if weight_scales is not None:
-        own_scales = [
-            jax.ShapeDtypeStruct(sharding.shard_shape(one.shape), one.dtype)
-            for sharding, one in zip(of_scales, weight_scales, strict=True)
-        ]
+    own_scales = None if weight_scales is None else shards(of_scales, weight_scales)
     kernel = choose_decode_matmul(are_quantized=weight_scales is not None)
-    why_not = kernel.why_not(
-        rows, own, scale, is_transposed=is_transposed, weight_scales=own_scales
-    )
-    if why_not:
+    own = shards(of_weights, weights.values())
+    if kernel.why_not(rows, own, scale, is_transposed=is_transposed, weight_scales=own_scales):
         return None
 
     def on_rank(
@@ -637,14 +580,7 @@ def gate_on_ranks(
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T"]] | None:
     """`swiglu_quantize`, where each rank has whole rows, of its own sequences and tokens.
 
-    Args:
-      gate: Products with the weights of gate.
-      up: Products with the weights of up.
-      row_scales: Scales of the rows.
-      gate_scales: Scales of the columns of gate.
-      up_scales: Scales of the columns of up.
-      placement: Placement of the model; its mesh does not use `tensor`.
-      kernel_config: Settings of the kernel.
+    The arrays are those of `swiglu_quantize`; the placement's mesh does not use `tensor`.
     """
     by_rows = placement.sharding("data", "sequence")
     batch, tokens, width = by_rows.shard_shape(gate.shape)
@@ -669,12 +605,7 @@ def gate_on_ranks(
 def constrain_logits(
     logits: Float[Array, "B *T V"], placement: Placement | None
 ) -> Float[Array, "B *T V"]:
-    """Spreads logits of all tokens over `tensor` too; keeps one token's whole, for sampling.
-
-    Args:
-      logits: Logits from `unembed`.
-      placement: The placement, if there is one.
-    """
+    """Spreads logits of all tokens over `tensor` too; keeps one token's whole, for sampling."""
     if placement is None:
         return logits
     axes = ["data"] + [None] * (logits.ndim - 2)
@@ -692,10 +623,8 @@ def on_every_rank(
     Without this function, XLA would try to partition it, which is impossible if it launches
     kernels.
 
-    Args:
-      function: A function of arrays in any trees. It must not close over arrays. Its result is the
-        same on every rank.
-      placement: The placement, if there is one. Without one, the function is returned unchanged.
+    The function takes arrays in any trees and must not close over arrays. Its result is the same on
+    every rank. Without a placement, it is returned unchanged.
     """
     if placement is None:
         return function
@@ -722,6 +651,11 @@ def _growing_axes(small: Callable[[], PyTree], large: Callable[[], PyTree]) -> P
         return differ.index(True) if any(differ) else -1
 
     return jax.tree.map(axis, jax.eval_shape(small), jax.eval_shape(large))
+
+
+def _names(by_axis: dict[int, str | None]) -> list[str | None]:
+    """Lists the mesh axis of each axis of an array; an axis of -1 does not exist."""
+    return [by_axis.get(axis) for axis in range(max(by_axis) + 1)]
 
 
 def _fits(ranks: int, model_config: ModelConfig) -> bool:

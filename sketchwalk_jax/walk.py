@@ -92,11 +92,8 @@ def power_transition(
 ) -> tuple[Float[Array, "B J J"], Int[Array, "B J"]]:
     """Computes `W = A ** s` element-wise (or `max(A, 0) ** s`), each row at its own power of two.
 
-    Args:
-      scores: Block scores `A`; scores that are not finite count as zero.
-      causal: Mask of the causal entries.
-      exponent: The power `s`.
-      rectify: Whether negative scores count as zero (`relu_power`).
+    `rectify` says whether negative scores count as zero (`relu_power`). Scores that are not finite
+    always do.
 
     Returns:
       `W` with each row divided by a power of two, and the exponents of those powers up to a common
@@ -156,13 +153,8 @@ def _scale_columns(
 ) -> Float[Array, "B I J"]:
     """Multiplies rows of `R` by the scales of `W`'s rows, each at its own power of two.
 
-    Args:
-      state: Rows of `R`; zero above the diagonal.
-      log2_scale: Exponents of the scales of `W`'s rows.
-      exponent: The power `s` of the transition, which determines the headroom of the product.
-
-    Returns:
-      The scaled rows, for the product with the unscaled `W`.
+    The rows are for the product with the unscaled `W`, for which the power of the transition,
+    `exponent`, determines the headroom.
     """
     term = jnp.where(state == 0.0, NO_EXPONENT, floor_log2(state) + log2_scale[:, None, :])
     largest = jnp.max(term, axis=-1, keepdims=True)
@@ -183,12 +175,8 @@ def walk_product(
     The scales of `W`'s rows are moved into `R`, relative to the largest product of the row. Only
     entries `m` with nonzero `R[i, m]` contribute, so only rows `m <= i`.
 
-    Args:
-      state: Rows of `R`; zero above the diagonal.
-      weights: Rows of `W` without their scales.
-      log2_scale: Exponents of these scales.
-      exponent: The power `s` of the transition.
-      precision: Precision of the matrix product; it must be as accurate as float32.
+    Rows of `R` are zero above the diagonal. `exponent` is the power of the transition. `precision`
+    must be as accurate as float32.
 
     Returns:
       The product, each row rescaled to the top of float32's range (or all zero).

@@ -22,11 +22,12 @@ from sketchwalk_jax import (
     sketchwalk_attention,
 )
 from sketchwalk_jax.attention.api import (
-    attend_rows,
     block_sparse_attention,
     block_sparse_decode,
     dense_attention,
+    prepare_lists,
 )
+from sketchwalk_jax.attention.differentiable import attend_lists
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.oracle import OracleConfig
@@ -192,7 +193,8 @@ def attend_to_lists(case):
         where = {"layer": layer, "kv_lengths": kv_lengths, "implementation": "xla"}
         if case.op == "decode":
             return block_sparse_decode(query, key, value, selection, return_lse=True, **where)
-        return attend_rows(query, key, value, selection, first_block=first_block, **where)
+        given = prepare_lists(query, key, value, selection, first_block, return_lse=True, **where)
+        return attend_lists(*given)
 
     return jax.jit(attend)
 

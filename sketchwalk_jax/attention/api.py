@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention import cudnn, differentiable
-from sketchwalk_jax.attention.xla import on_auto_axes
+from sketchwalk_jax.attention.xla import on_auto_axes, vary_alike
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.pallas_kernels.dispatch import (
     FULL_BLOCK,
@@ -35,19 +35,9 @@ from sketchwalk_jax.validation import check_per_sequence, check_qkv, check_scale
 _STATIC = ("scale", "return_lse", "implementation", "kernel_config")
 
 
-def _finish(
-    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"] | None, return_lse: bool
-) -> Float[Array, "B T N H"] | Any:
-    return (out, lse) if return_lse else out
-
-
 def per_sequence(x: Any, default: int, batch: int) -> Int[Array, "B"]:
     """Returns `x` as int32, or the default for every sequence."""
     return jnp.full((batch,), default, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
-
-
-def _layer_index(layer: Any) -> Int[Array, ""]:
-    return jnp.asarray(0 if layer is None else layer, jnp.int32)
 
 
 def take_columns(x: Float[Array, "B T *rest"], columns: Int[Array, "B U"]) -> Array:
@@ -207,63 +197,51 @@ def _attend_blocks(
     column = jnp.arange(num_rows * size, dtype=jnp.int32)[None, :]
     if query_offset is not None:  # rows start at block boundaries: the first may be partly empty
         query = take_columns(query, (column - shift[:, None]) % (num_rows * size))
-    out, lse = attend_rows(
-        query,
-        key,
-        value,
-        selection,
-        first_block=offset // size,
-        layer=layer,
-        kv_lengths=kv_lengths,
-        return_lse=return_lse,
-        **options,
-    )
+    options |= {"layer": layer, "kv_lengths": kv_lengths, "return_lse": return_lse}
+    given = prepare_lists(query, key, value, selection, offset // size, **options)
+    found: Any = differentiable.attend_lists(*given)
+    out, lse = found
     if query_offset is not None:
         back = column[:, :num_tokens] + shift[:, None]
         out, lse = take_columns(out, back), lse if lse is None else take_columns(lse, back)
-    return _finish(out[:, :num_tokens], lse if lse is None else lse[:, :num_tokens], return_lse)
+    return (out[:, :num_tokens], lse[:, :num_tokens]) if return_lse else out[:, :num_tokens]
 
 
-def attend_rows(
+def prepare_lists(
     query: Float[Array, "B T N H"],
     key: Float[Array, "*L B S K H"],
     value: Float[Array, "*L B S K H"],
     selection: BlockSelection,
+    first_block: Int[Array, "B"] | None,
     *,
-    first_block: Int[Array, "B"],
-    layer: Int[Array, ""] | int | None,
+    layer: Int[Array, ""] | int | None = None,
     kv_lengths: Int[Array, "B"] | None,
     scale: float | None = None,
-    return_lse: bool = True,
+    return_lse: bool = False,
     implementation: str | None = None,
     kernel_config: KernelConfig | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """`block_sparse_attention` for queries that are already aligned to block boundaries.
+) -> tuple[Any, ...]:
+    """Chooses the implementation; returns the arguments of `differentiable.attend_lists`.
 
-    `T` is a multiple of the row size, and the first column starts row `first_block`. Inference
-    calls this function. Returns the output, and its log-sum-exp or `None`.
+    Queries are aligned to block boundaries: their number is a multiple of the row size, and the
+    first one starts row `first_block`. If it is `None`, they are the sequences' last tokens. In a
+    `shard_map`, see `vary_alike`.
     """
-    batch = query.shape[0]
     kernel_config = kernel_config or default_kernel_config()
     chosen = choose_implementation(
         implementation,
         query,
         block_size=selection.block_size,
-        row_size=selection.queries_per_row,
+        row_size=None if first_block is None else selection.queries_per_row,
         kernel_config=kernel_config,
-    )
-    arrays = differentiable.alike(
-        query,
-        key,
-        value,
-        selection,
-        first_block,
-        layer,
-        per_sequence(kv_lengths, key.shape[-3], batch),
     )
     scale = default_scale(query.shape[-1]) if scale is None else scale
     options = differentiable.Options(scale, return_lse, chosen, kernel_config)
-    return differentiable.attend_lists(options, *arrays)
+    lengths = per_sequence(kv_lengths, key.shape[-3], query.shape[0])
+    layer = None if layer is None else jnp.asarray(layer, jnp.int32)
+    given = differentiable.in_reverse_mode(query, key, value)
+    arrays = (*given, selection, first_block, layer, lengths)
+    return options, *vary_alike(*jax.tree.map(jnp.asarray, arrays))
 
 
 def block_sparse_decode(
@@ -308,21 +286,25 @@ def block_sparse_decode(
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
     _check_selection(selection, query, key, 1)
     check_per_sequence("kv_lengths", kv_lengths, batch)
-    kernel_config = kernel_config or default_kernel_config()
-    chosen = choose_implementation(
-        implementation, query, block_size=selection.block_size, kernel_config=kernel_config
+    options, *arrays = prepare_lists(
+        query,
+        key,
+        value,
+        selection,
+        None,
+        layer=layer,
+        kv_lengths=kv_lengths,
+        scale=check_scale(scale),
+        return_lse=return_lse,
+        implementation=implementation,
+        kernel_config=kernel_config,
     )
-    scale = check_scale(scale)
-    scale = default_scale(query.shape[-1]) if scale is None else scale
-    options = differentiable.Options(scale, return_lse, chosen, kernel_config)
-    lengths = jnp.asarray(kv_lengths, jnp.int32)
-    arrays = differentiable.alike(query, key, value, selection, None, layer, lengths)
     attend: Any = partial(_attend_token, options)
     # `on_auto_axes` checks this too, but wrapping always would add one more call for each token.
     if any(map(explicit_axes, jax.tree.leaves(arrays))):
         attend = on_auto_axes(_specs)(attend)
     out, lse = attend(*arrays)
-    return _finish(out, lse, return_lse)
+    return (out, lse) if return_lse else out
 
 
 _attend_token = jax.jit(differentiable.attend_lists, static_argnums=0)
@@ -419,23 +401,32 @@ def _attend_all(
     kernel_config: KernelConfig,
 ) -> Float[Array, "B T N H"] | Any:
     """Runs `dense_attention` after its checks."""
-    if implementation == "mosaic_gpu":
-        return _attend_full_lists(
-            query,
-            key,
-            value,
-            layer=layer,
-            query_offset=query_offset,
-            kv_lengths=kv_lengths,
-            scale=scale,
-            return_lse=return_lse,
-            implementation=implementation,
-            kernel_config=kernel_config,
-        )
+    batch, num_tokens, num_heads, head_dim = query.shape
+    offset = per_sequence(query_offset, 0, batch)
+    lengths = per_sequence(kv_lengths, key.shape[-3], batch)
+    if implementation == "mosaic_gpu":  # the block-sparse kernels, with all blocks listed
+        options: dict[str, Any] = {
+            "layer": layer,
+            "scale": scale,
+            "return_lse": return_lse,
+            "implementation": implementation,
+            "kernel_config": kernel_config,
+        }
+        num_blocks = key.shape[-3] // FULL_BLOCK
+        if num_tokens == 1:
+            # The decode kernel puts its query at the last key.
+            lengths = jnp.minimum(lengths, offset + 1)
+            rows = jnp.maximum(lengths - 1, 0)[:, None] // FULL_BLOCK
+            lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)
+            return block_sparse_decode(query, key, value, lists, kv_lengths=lengths, **options)
+        num_rows = num_query_blocks(num_tokens, FULL_BLOCK, has_offset=query_offset is not None)
+        rows = (offset // FULL_BLOCK)[:, None] + jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+        lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)
+        options |= {"query_offset": query_offset, "kv_lengths": lengths}
+        return block_sparse_attention(query, key, value, lists, **options)
     if implementation == "cudnn":
         arrays = differentiable.in_reverse_mode(query, key, value)
         return cudnn.attend_dense(*arrays, layer=layer, kv_lengths=kv_lengths, scale=scale)
-    batch, num_tokens, num_heads, head_dim = query.shape
     key, value = (differentiable.stack(x, layer) for x in (key, value))
     tile = min(kernel_config.dense_rows, num_tokens)
     is_decode = num_tokens == 1
@@ -444,47 +435,16 @@ def _attend_all(
     padded = num_tiles * tile
     query = jnp.pad(query, ((0, 0), (0, padded - num_tokens), (0, 0), (0, 0)))
     column = jnp.arange(padded, dtype=jnp.int32)[None, :]
-    positions = per_sequence(query_offset, 0, batch)[:, None] + column
-    out, lse = differentiable.attend_dense(
-        query.reshape(batch, num_tiles, tile, num_heads, head_dim),
-        key,
-        value,
+    positions = offset[:, None] + column
+    by_tile = query.reshape(batch, num_tiles, tile, num_heads, head_dim)
+    arrays = vary_alike(
+        *differentiable.in_reverse_mode(by_tile, key, value),
         positions.reshape(batch, num_tiles, tile),
-        _layer_index(layer),
-        per_sequence(kv_lengths, key.shape[2], batch),
-        scale=default_scale(head_dim) if scale is None else scale,
-        keys_per_step=keys_per_step,
+        jnp.asarray(0 if layer is None else layer, jnp.int32),
+        lengths,
     )
+    scale = default_scale(head_dim) if scale is None else scale
+    out, lse = differentiable.attend_dense((scale, keys_per_step), *arrays)
     out = out.reshape(batch, padded, num_heads, head_dim)[:, :num_tokens]
-    return _finish(out, lse.reshape(batch, padded, num_heads)[:, :num_tokens], return_lse)
-
-
-def _attend_full_lists(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "*L B S K H"],
-    value: Float[Array, "*L B S K H"],
-    *,
-    query_offset: Int[Array, "B"] | None,
-    kv_lengths: Int[Array, "B"] | None,
-    **options: Any,
-) -> Float[Array, "B T N H"] | Any:
-    """Runs `dense_attention` with the block-sparse kernels, with all blocks listed."""
-    batch, num_tokens = query.shape[:2]
-    num_keys = key.shape[-3]
-    num_blocks = num_keys // FULL_BLOCK
-    offset, lengths = (
-        per_sequence(*one, batch) for one in ((query_offset, 0), (kv_lengths, num_keys))
-    )
-    if num_tokens == 1:
-        # The decode kernel puts its query at the last key.
-        lengths = jnp.minimum(lengths, offset + 1)
-        rows = jnp.maximum(lengths - 1, 0)[:, None] // FULL_BLOCK
-        lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)
-        return block_sparse_decode(query, key, value, lists, kv_lengths=lengths, **options)
-    num_rows = num_query_blocks(num_tokens, FULL_BLOCK, has_offset=query_offset is not None)
-    row = jnp.arange(num_rows, dtype=jnp.int32)[None, :]
-    rows = (offset // FULL_BLOCK)[:, None] + row
-    lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)
-    return block_sparse_attention(
-        query, key, value, lists, query_offset=query_offset, kv_lengths=lengths, **options
-    )
+    lse = lse.reshape(batch, padded, num_heads)[:, :num_tokens]
+    return (out, lse) if return_lse else out

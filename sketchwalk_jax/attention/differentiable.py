@@ -49,21 +49,6 @@ def _in_blocks(x: Float[Array, "*L B S K H"], layer: Any, size: int) -> Float[Ar
     return xla.pad_axis(stack(x, layer), 2, size)
 
 
-def alike(
-    query: Array,
-    key: Array,
-    value: Array,
-    selection: BlockSelection,
-    first_block: Int[Array, "B"] | None,
-    layer: Int[Array, ""] | int | None,
-    kv_lengths: Int[Array, "B"],
-) -> tuple[Any, ...]:
-    """Prepares the arguments of `attend_lists`; in a `shard_map`, see `vary_alike`."""
-    layer = None if layer is None else jnp.asarray(layer, jnp.int32)
-    arrays = (*in_reverse_mode(query, key, value), selection, first_block, layer, kv_lengths)
-    return xla.vary_alike(*jax.tree.map(jnp.asarray, arrays))
-
-
 _DERIVATIVES = (
     "attention has first derivatives in reverse mode only (jax.grad, jax.vjp, jax.jacrev), got "
     "{}; take finite differences of {}"
@@ -139,7 +124,7 @@ def attend_lists(
     """Attention over listed blocks, whose derivative does not depend on the implementation.
 
     Queries are aligned to blocks and start at block `first_block`. If it is `None`, they are the
-    last tokens of the sequences. Call this function with the result of `alike`.
+    last tokens of the sequences. Call this function with the result of `api.prepare_lists`.
     """
     key, value = (_in_blocks(x, layer, selection.queries_per_row) for x in (key, value))
     layer = jnp.zeros((), jnp.int32) if layer is None else layer
@@ -259,17 +244,8 @@ def _lists_backward(options: Options, kept: tuple[Any, ...], grads: tuple[Any, A
 attend_lists.defvjp(_lists_forward, _lists_backward)
 
 
-def attend_dense(
-    *arrays: Array, scale: float, keys_per_step: int
-) -> tuple[Float[Array, "B I Q N H"], Float[Array, "B I Q N"]]:
-    """Differentiable `xla.attend_dense` of queries, keys, values, positions, layer and lengths."""
-    query, key, value, *where = arrays
-    arrays = (*in_reverse_mode(query, key, value), *where)
-    return _differentiable_dense((scale, keys_per_step), *xla.vary_alike(*arrays))
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable_dense(
+def attend_dense(
     options: tuple[float, int],
     query: Float[Array, "B I Q N H"],
     key: Float[Array, "L B S K H"],
@@ -288,7 +264,7 @@ def _differentiable_dense(
 
 def _dense_forward(options: tuple[float, int], *arguments: Any) -> tuple[Any, Any]:
     """Dense attention, and the residuals for its derivative."""
-    outputs = _differentiable_dense(options, *arguments)
+    outputs = attend_dense(options, *arguments)
     return outputs, (*arguments, outputs)
 
 
@@ -314,4 +290,4 @@ def _dense_backward(options: tuple[float, int], kept: tuple[Any, ...], grads: An
     return (*found, None, None, None)
 
 
-_differentiable_dense.defvjp(_dense_forward, _dense_backward)
+attend_dense.defvjp(_dense_forward, _dense_backward)

@@ -407,19 +407,12 @@ def attend_lists(
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "L B S K H"], Float[Array, "L B S K H"]]:
     """Computes the cotangents of queries, keys and values of `xla.attend_lists`, in their dtypes.
 
-    Args:
-      query: As in `xla.attend_lists`.
-      key: As in `xla.attend_lists`. Layers other than `layer` get cotangents of 0.
-      value: As in `xla.attend_lists`.
-      selection: As in `xla.attend_lists`.
-      positions: As in `xla.attend_lists`.
-      outputs: The output and its log-sum-exp.
-      grads: Cotangents of `outputs`; `None` for the log-sum-exp if it was not returned.
-      layer: As in `xla.attend_lists`.
-      kv_lengths: As in `xla.attend_lists`.
-      scale: As in `xla.attend_lists`.
-      row_tile: Number of rows per tile of the first loop, and of pieces per step of the second.
-      block_step: Number of blocks of a list, or of rows of a piece, that one step gathers.
+    `outputs` are the output and its log-sum-exp, and `grads` their cotangents, `None` for a
+    log-sum-exp that was not returned. The other arguments are those of `xla.attend_lists`. Layers
+    other than `layer` get cotangents of 0.
+
+    A tile of the first loop has `row_tile` rows; a step of the second takes `row_tile` pieces. One
+    step gathers `block_step` blocks of a list, or rows of a piece.
     """
     num_layers, batch, num_keys, kv_heads, head_dim = key.shape
     size, num_lists = selection.block_size, selection.ids.shape[1]
@@ -468,17 +461,9 @@ def attend_dense(
 ) -> tuple[Float[Array, "B I Q N H"], Float[Array, "L B S K H"], Float[Array, "L B S K H"]]:
     """Computes the cotangents of queries, keys and values of `xla.attend_dense`, in their dtypes.
 
-    Args:
-      query: As in `xla.attend_dense`.
-      key: As in `xla.attend_dense`. Layers other than `layer` get cotangents of 0.
-      value: As in `xla.attend_dense`.
-      positions: As in `xla.attend_dense`.
-      outputs: The output and its log-sum-exp.
-      grads: Cotangents of `outputs`; `None` for the log-sum-exp if it was not returned.
-      layer: As in `xla.attend_dense`.
-      kv_lengths: As in `xla.attend_dense`.
-      scale: As in `xla.attend_dense`.
-      keys_per_step: Number of keys of a tile, in both loops.
+    `outputs` are the output and its log-sum-exp, and `grads` their cotangents, `None` for a
+    log-sum-exp that was not returned. The other arguments are those of `xla.attend_dense`. Layers
+    other than `layer` get cotangents of 0. Both loops take `keys_per_step` keys at a time.
     """
     num_layers, batch, num_keys, kv_heads, head_dim = key.shape
     num_rows, num_heads = query.shape[1], query.shape[3]

@@ -3,7 +3,7 @@
 The mass of key block `j` for query block `i` is the sum of the softmax weights of the row's
 queries on the block's keys:
 
-    M[i, j] = Σ_{t in row i} Σ_{s in block j, s <= t} softmax(scale · q_t Kᵀ)_s
+    M[i, j] = Σ_{t in row i} Σ_{s in block j, s <= t} softmax(q_t Kᵀ / sqrt(H))_s
 
 One pass over the keys finds the log-sum-exp of every (query, block). A softmax of these over blocks
 gives the mass of each query, without an array of tokens × tokens. Instead of the sum, the maximum
@@ -48,7 +48,6 @@ def block_mass(
     first_block: Int[Array, "B"] | None = None,
     valid: Bool[Array, "B T"] | None = None,
     kv_lengths: Int[Array, "B"] | None = None,
-    scale: float | None = None,
     sum_heads: bool = True,
     aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
@@ -64,7 +63,6 @@ def block_mass(
       valid: Whether each column is a query of the sequence. Default: the columns at positions below
         `kv_lengths`.
       kv_lengths: Number of keys in each sequence. Later keys may have any values. Default: `S`.
-      scale: Factor of the scores. Default: `1 / sqrt(H)`.
       sum_heads: Whether to combine the query heads; otherwise the result has an axis of heads.
       aggregate: How to combine queries (and heads): `"sum"`, or `"max"` for the largest share that
         any of them gives the block.
@@ -79,12 +77,8 @@ def block_mass(
       ValueError: If shapes or dtypes do not fit together, `block_size` is not positive, or
         `aggregate` is unknown.
     """
-    batch, num_tokens = check_qkv(query, key, key, layer)
-    check_integer("block_size", block_size)
-    check_choice("aggregate", aggregate, AGGREGATES)
-    check_auto_axes("query and key", (query, key))
+    batch, num_tokens = _check(query, key, layer, block_size, aggregate, kv_lengths)
     check_per_sequence("first_block", first_block, batch)
-    check_per_sequence("kv_lengths", kv_lengths, batch)
     if valid is not None and valid.shape != (batch, num_tokens):
         raise ValueError(f"valid must have shape {(batch, num_tokens)}, got {valid.shape}")
     key = key[None] if layer is None else key
@@ -107,7 +101,6 @@ def block_mass(
         lengths,
         block_size=block_size,
         layer=layer,
-        scale=scale,
         sum_heads=sum_heads,
         aggregate=aggregate,
         row_tile=max(1, kernel_config.dense_rows // block_size),
@@ -122,23 +115,14 @@ def token_mass(
     block_size: int,
     kv_lengths: Int[Array, "B"],
     layer: Int[Array, ""] | int | None = None,
-    scale: float | None = None,
     sum_heads: bool = True,
     aggregate: str = "sum",
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B *N 1 J"]:
     """Computes the attention mass of every key block for one token per sequence, the last one.
 
-    Args:
-      query: Queries of the current token.
-      key: Keys, including the current token's key, or a stacked cache with `layer`.
-      block_size: Tokens per block.
-      kv_lengths: Number of keys in each sequence, including the current token's key.
-      layer: Layer of the stacked cache.
-      scale: Factor of the scores. Default: `1 / sqrt(H)`.
-      sum_heads: Whether to combine the query heads; otherwise the result has an axis of heads.
-      aggregate: As in `block_mass`.
-      kernel_config: Tile sizes of the implementation.
+    The arguments are those of `block_mass`, but `kv_lengths` must be given. Keys include the
+    current token's key.
 
     Returns:
       Float32 `[B, 1, J]`, which with `"sum"` sums to the number of query heads, or `[B, N, 1, J]`.
@@ -146,13 +130,9 @@ def token_mass(
     Raises:
       ValueError: In the same cases as `block_mass`.
     """
-    batch, num_tokens = check_qkv(query, key, key, layer)
-    check_integer("block_size", block_size)
-    check_choice("aggregate", aggregate, AGGREGATES)
-    check_auto_axes("query and key", (query, key))
+    _, num_tokens = _check(query, key, layer, block_size, aggregate, kv_lengths)
     if num_tokens != 1:
         raise ValueError(f"query must hold one token per sequence, got {num_tokens}")
-    check_per_sequence("kv_lengths", kv_lengths, batch)
     lengths = jnp.asarray(kv_lengths, jnp.int32)
     return _mass(
         query[:, None],
@@ -162,12 +142,23 @@ def token_mass(
         lengths,
         block_size=block_size,
         layer=layer,
-        scale=scale,
         sum_heads=sum_heads,
         aggregate=aggregate,
         row_tile=1,
         keys_per_step=(kernel_config or default_kernel_config()).dense_decode_keys,
     )
+
+
+def _check(
+    query: Any, key: Any, layer: Any, block_size: Any, aggregate: Any, kv_lengths: Any
+) -> tuple[int, int]:
+    """Checks arguments that both functions have; returns the numbers of sequences and queries."""
+    batch, num_tokens = check_qkv(query, key, key, layer)
+    check_integer("block_size", block_size)
+    check_choice("aggregate", aggregate, AGGREGATES)
+    check_auto_axes("query and key", (query, key))
+    check_per_sequence("kv_lengths", kv_lengths, batch)
+    return batch, num_tokens
 
 
 def mass_recall(
@@ -219,7 +210,6 @@ def _mass(
     *,
     block_size: int,
     layer: Any,
-    scale: float | None,
     sum_heads: bool,
     aggregate: str,
     row_tile: int,
@@ -237,7 +227,6 @@ def _mass(
     key = jax.lax.optimization_barrier(key)  # a fused cast would copy the whole cache
     num_blocks = key.shape[2] // block_size
     layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
-    scale = default_scale(head_dim) if scale is None else scale
     put_together = jnp.sum if aggregate == "sum" else jnp.max
     row_tile = min(row_tile, num_rows)
 
@@ -257,7 +246,6 @@ def _mass(
             kv_lengths,
             block_size=block_size,
             layer=layer,
-            scale=scale,
             keys_per_step=keys_per_step,
         )
         weights = jax.nn.softmax(lse, axis=-1)
@@ -281,7 +269,6 @@ def _block_lse(
     *,
     block_size: int,
     layer: Int[Array, ""],
-    scale: float,
     keys_per_step: int,
 ) -> Float[Array, "B K G T J"]:
     """Log-sum-exp of each query's scores over each block's visible keys before `reach`.
@@ -309,7 +296,7 @@ def _block_lse(
         )
         position = block * block_size + jnp.arange(width, dtype=jnp.int32)[None, None, :]
         visible = (position <= positions[:, :, None]) & (position < kv_lengths[:, None, None])
-        scores = scores.reshape(batch, kv_heads, group, tokens, width) * scale
+        scores = scores.reshape(batch, kv_heads, group, tokens, width) * default_scale(head_dim)
         scores = jnp.where(visible[:, None, None] & jnp.isfinite(scores), scores, MASK_VALUE)
         scores = scores.reshape(*scores.shape[:-1], step, block_size)
         lse = jax.nn.logsumexp(scores, axis=-1)

@@ -174,11 +174,9 @@ def split_heads(query: Float[Array, "B I Q N H"], kv_heads: int) -> Float[Array,
 
 
 def join_heads(x: Array, shape: tuple[int, ...]) -> Array:
-    """Inverts `split_heads` over tiles of rows; `shape` is the shape of the queries.
+    """Inverts `split_heads` over tiles of rows, `[X B R K M H]` or without the last axis.
 
-    Args:
-      x: `[X B R K M H]`, or without the last axis.
-      shape: `[B I Q N H]`.
+    `shape` is the shape of the queries, `[B I Q N H]`.
     """
     batch, num_rows, tokens, num_heads, _ = shape
     tiles, _, rows, kv_heads = x.shape[:4]
@@ -232,15 +230,8 @@ def _first_lost(
     NaN. Queries that see any value from this position on also see this value. So values from here
     on can be set to 0, and outputs of queries from here on to NaN. Other listed blocks are whole.
 
-    Args:
-      value: Values by block.
-      tile: Block indices of the rows, their counts, and the blocks of the rows' own tokens.
-      layer: Layer of the values.
-      kv_head: Key/value head of each list.
-      kv_lengths: Number of values in each sequence.
-
-    Returns:
-      Positions; the end of the row if all listed values are finite.
+    A tile has block indices of rows, their counts, and the blocks of the rows' own tokens. If all
+    listed values are finite, the result is the end of the row.
     """
     ids, counts, own = tile
     size = value.shape[3]

@@ -15,7 +15,7 @@ from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import field
 from sketchwalk_jax.inference.auto import Auto
-from sketchwalk_jax.inference.cache import empty_cache
+from sketchwalk_jax.inference.cache import init_cache
 from sketchwalk_jax.memory import num_bytes, show_bytes
 from sketchwalk_jax.models.checkpoint import saved_weights
 from sketchwalk_jax.models.config import ModelConfig
@@ -175,7 +175,7 @@ def _describe_cache(
 ) -> dict[str, Any]:
     """Sizes the cache of one sequence in bytes, without allocating it."""
     sizes: dict[str, Any] = {"batch": 1, "max_tokens": max_tokens, "dtype": dtype}
-    shapes = jax.eval_shape(lambda: empty_cache(model_config, config, **sizes))
+    shapes = jax.eval_shape(lambda: init_cache(model_config, config, **sizes))
     return {
         "tokens": max_tokens,
         "dtype": dtype,

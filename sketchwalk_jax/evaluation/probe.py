@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.inference.cache import Cache, empty_cache, sparse_layers
+from sketchwalk_jax.attention.api import dense_attention, prepare_lists
+from sketchwalk_jax.attention.differentiable import attend_lists
+from sketchwalk_jax.inference.cache import Cache, init_cache, sparse_layers
 from sketchwalk_jax.inference.cached_layer import (
     Settings,
     attention_by_layer,
@@ -32,7 +34,6 @@ from sketchwalk_jax.inference.cached_layer import (
     write_and_observe,
 )
 from sketchwalk_jax.inference.exchange import Exchange
-from sketchwalk_jax.inference.layer import choose_attention
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
@@ -222,14 +223,16 @@ def _probe_attention(
             cache, tokens, layer=layer, index=index, exchange=exchange, settings=settings
         )
         keys, values, _ = exchange.attended(cache, tokens, layer)
-        where: dict[str, Any] = {"layer": layer, "return_lse": True}
-        dense = choose_attention(None, span, start, **where)(query, keys, values)
+        where: dict[str, Any] = {"layer": layer, "kv_lengths": span.end, "return_lse": True}
+        dense = dense_attention(query, keys, values, query_offset=start, **where)
         sums, read = None, None
         if is_sparse and span.phase not in policy.phases:
             sums = _zeros(batch=len(span.end))
         elif is_sparse:
             selection, walk = policy.select(query, keys, own, walk, layer=layer, span=span)
-            sparse = choose_attention(selection, span, start, **where)(query, keys, values)
+            first_block = None if span.is_token else span.first_block
+            given = prepare_lists(query, keys, values, selection, first_block, **where)
+            sparse = attend_lists(*given)
             if span.is_token:
                 kv_heads, head_dim = keys.shape[3:]
                 shape = LayerShape(query.shape[2], kv_heads, head_dim, keys.dtype)
@@ -300,7 +303,7 @@ def probe_prefill(
     batch, num_tokens = tokens.shape
     settings = Settings(model_config=model_config, policy=policy, implementation="xla")
     dtype = params["embed"]["embedding"].dtype
-    cache = empty_cache(model_config, policy, batch=batch, max_tokens=num_tokens, dtype=dtype)
+    cache = init_cache(model_config, policy, batch=batch, max_tokens=num_tokens, dtype=dtype)
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     nothing = jnp.zeros((batch,), jnp.int32)
     span = Span(nothing, column < lengths[:, None], lengths, lengths)

@@ -266,9 +266,6 @@ class Auto:
 def recommended_policy(model_config: ModelConfig) -> Policy:
     """Returns the recommended policy, with the model's plan if it has one.
 
-    Args:
-      model_config: Configuration of the model.
-
     Raises:
       ValueError: If `model_config` is not a `ModelConfig`.
     """
@@ -281,12 +278,6 @@ def default_policy(model_config: ModelConfig) -> "Policy | Auto":
 
     The `Auto` is for NVIDIA GPUs without measurements in the package, so that attention is sparse
     only where it is expected to be faster.
-
-    Args:
-      model_config: Configuration of the model.
-
-    Raises:
-      ValueError: If `model_config` is not a `ModelConfig`.
     """
     policy = recommended_policy(model_config)
     is_measured = any(one.device == device_kind() for one in read_break_evens())

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from sketchwalk_jax.memory import advice, num_bytes, show_bytes
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span, check_policy
+from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.precision import start_indices
 from sketchwalk_jax.pytree import register
 from sketchwalk_jax.sharding import Placement
@@ -137,17 +138,40 @@ def sparse_layers(model_config: ModelConfig, policy: Policy) -> tuple[int, ...]:
     return tuple(layer for layer in layers if not policy.is_dense(layer))
 
 
-def empty_cache(
+def init_cache(
     model_config: ModelConfig,
-    policy: Policy,
+    policy: Policy | None = None,
     *,
     batch: int,
     max_tokens: int,
     dtype: DTypeLike | None = None,
     sharding: jax.sharding.Sharding | Placement | None = None,
 ) -> Cache:
-    """Makes an empty cache for a policy. `init_cache` explains the arguments."""
+    """Makes an empty cache.
+
+    Args:
+      model_config: Configuration of the model.
+      policy: The policy that the cache is for, such as `SketchWalkConfig.recommended(density=0.2)`
+        or `Dense()`. It decides which statistics the cache keeps. Default:
+        `SketchWalkConfig.recommended(plan=model_config.plan)`.
+      batch: Number of sequences.
+      max_tokens: Number of tokens that the cache must hold for each sequence. Rounded up to whole
+        blocks; on a mesh with a `sequence` axis, to the same number of blocks for each rank.
+      dtype: Type of keys and values. Default: the dtype of the model.
+      sharding: Sharding of keys and values; or a `Placement`, which places the whole cache on a
+        mesh. Calls with parameters on a mesh need a cache made with their `Placement`. Each device
+        then holds only its share.
+
+    Returns:
+      A `Cache` with lengths of zero.
+
+    Raises:
+      ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, the
+        mesh's `data` axis does not divide `batch`, or `policy` is not a policy.
+      NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
+    """
     check_model_config(model_config)
+    policy = RecommendedConfig(plan=model_config.plan) if policy is None else policy
     check_policy(policy)
     check_integer("batch", batch)
     check_integer("max_tokens", max_tokens)

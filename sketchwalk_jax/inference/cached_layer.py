@@ -4,8 +4,9 @@
 tokens. The callback's state is `(cache, walk)`. Its output per layer is the number of attended
 pairs and, on request, the selection.
 
-On a mesh every rank runs the callback with its own sequences, heads and query blocks; `exchange`
-fetches what it needs from other ranks.
+XLA partitions the rest of the model over a mesh. Attention runs under `jax.shard_map`: every rank
+runs the callback with its own sequences, heads and query blocks, and an `Exchange` fetches what it
+needs from other ranks.
 """
 
 import dataclasses
@@ -18,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.attention.api import dense_attention, prepare_lists
+from sketchwalk_jax.attention.differentiable import attend_lists
 from sketchwalk_jax.inference.cache import Cache, sparse_layers, write_layer
-from sketchwalk_jax.inference.exchange import Exchange, Tokens, exchanging
-from sketchwalk_jax.inference.layer import choose_attention
+from sketchwalk_jax.inference.exchange import Exchange, MeshExchange, Tokens, specs_of_ranks
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.quantized import SwigluQuantize
 from sketchwalk_jax.models.transformer import (
@@ -95,12 +97,6 @@ class LayerSettings:
     def selects_in(self, phase: str) -> bool:
         """Whether sparse layers select blocks in this phase. If not, they are dense in it."""
         return self.phase in ("both", phase) and phase in self.policy.phases
-
-    @property
-    def attention_options(self) -> dict[str, Any]:
-        """The options of `choose_attention`."""
-        names = ("scale", "implementation", "kernel_config")
-        return {name: getattr(self, name) for name in names}
 
     def _row_kernels(self, what: str) -> KernelConfig | None:
         """Settings of kernels for one token, or `None` to use XLA.
@@ -257,16 +253,8 @@ def write_and_observe(
 ) -> tuple[Cache, PyTree]:
     """Writes the span's keys and values into one layer, and adds them to its statistics.
 
-    Args:
-      cache: The cache.
-      tokens: The span's tokens.
-      layer: The layer.
-      index: Index of the layer among the sparse layers; `None` if it has no statistics.
-      exchange: Gives the tokens that this rank's cache stores, and the policy.
-      settings: Static settings.
-
-    Returns:
-      The cache, and the layer's statistics.
+    `layer` is the layer, and `index` its index among the sparse layers; `None` if it has no
+    statistics. Returns the cache, and the layer's statistics.
     """
     policy, span = exchange.policy, exchange.span
     # For one token, launching a kernel takes longer than its work: write and update in one launch.
@@ -282,18 +270,13 @@ def write_and_observe(
             statistics, keys, values = found
             cache = dataclasses.replace(cache, key=keys, value=values, statistics=statistics)
             return cache, in_place.of_layer(statistics, index)
-    written = (
-        None
-        if kernel_config is None
-        else write_token(key, write, place, kernel_config=kernel_config)
+    written = None
+    if kernel_config is not None:
+        written = write_token(key, write, place, kernel_config=kernel_config)
+    keys, values = written or (
+        write_layer(buffer, new, layer=layer, start=start, span=place)
+        for buffer, new in ((cache.key, key), (cache.value, value))
     )
-    if written is None:
-        keys, values = (
-            write_layer(buffer, new, layer=layer, start=start, span=place)
-            for buffer, new in ((cache.key, key), (cache.value, value))
-        )
-    else:
-        keys, values = written
     cache = dataclasses.replace(cache, key=keys, value=values)
     if index is None:
         return cache, None
@@ -323,59 +306,101 @@ def layer_attention(
     Invalid tokens (padding, sequences that have ended) change neither cache nor statistics.
 
     Args:
-      span: The tokens.
+      span: The tokens, of all ranks.
       is_fresh: Whether every sequence starts at position 0.
       is_sparse: Whether the policy selects in these layers (its dense layers attend to everything).
       first_sparse: Offset to subtract from a layer's index to get its index among sparse layers.
       policy: The policy with these layers' settings.
       settings: Static settings.
     """
-    size, options = policy.block_size, settings.attention_options
+    size, placement = policy.block_size, settings.placement
+    selects = is_sparse and settings.selects_in(span.phase)
+    options: dict[str, Any] = {"scale": settings.scale, "kernel_config": settings.kernel_config}
 
-    def make(exchange: Exchange) -> Attend:
-        span = exchange.span
+    def start(span: Span) -> Int[Array, "B"] | None:
+        return None if is_fresh else span.start(size)
+
+    def count_pairs(span: Span) -> Float[Array, "B"]:
         num_new = jnp.sum(span.queries_of_rows(size)[1], axis=-1, dtype=jnp.int32)
-        all_pairs = causal_pairs(span.end - num_new, num_new)
-        selects = is_sparse and settings.selects_in(span.phase)
+        return causal_pairs(span.end - num_new, num_new)
 
-        def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
-            cache, walk = state
-            index = layer - first_sparse if is_sparse else None
-            tokens = exchange.gather(query, key, value, cache, layer)
-            cache, statistics = write_and_observe(
-                cache, tokens, layer=layer, index=index, exchange=exchange, settings=settings
-            )
-            keys, values, place = exchange.attended(cache, tokens, layer)
-            found = []
-            for piece in exchange.pieces(tokens, walk):
-                walk, pairs, lists, kept = piece.walk, all_pairs, None, None
-                if selects:
-                    lists, walk = policy.select(
-                        piece.seen_query,
-                        exchange.seen_cache(cache.key),
-                        statistics,
-                        walk,
-                        layer=layer,
-                        span=piece.span,
-                        kernel_config=settings.selection_kernels(span.phase),
-                    )
-                    pairs = lists.attended_pairs(*piece.span.queries_of_rows(size))
-                    kept = lists if settings.return_selection else None
-                    lists, kept, pairs = exchange.share(lists, kept, pairs)
-                own, lists, is_part = exchange.narrow(piece, lists, keys.shape[2])
-                where: dict[str, Any] = {"layer": place, "return_lse": is_part, **options}
-                out = choose_attention(lists, own.span, own.start, **where)(own.query, keys, values)
-                found.append((exchange.merge(out), walk, pairs, kept))
-            out, walk, pairs, kept = exchange.join(found)
-            return out, (cache, walk), (pairs if selects else all_pairs, kept)
+    def attend(
+        exchange: Exchange,
+        all_pairs: Float[Array, "B"],
+        query: Array,
+        key: Array,
+        value: Array,
+        layer: Array,
+        state: PyTree,
+    ) -> Any:
+        """Computes one layer on one device, or one rank's part of it."""
+        cache, walk = state
+        index = layer - first_sparse if is_sparse else None
+        tokens = exchange.gather(query, key, value, cache, layer)
+        cache, statistics = write_and_observe(
+            cache, tokens, layer=layer, index=index, exchange=exchange, settings=settings
+        )
+        keys, values, place = exchange.attended(cache, tokens, layer)
+        found = []
+        for piece in exchange.pieces(tokens, walk):
+            walk, pairs, lists, kept = piece.walk, all_pairs, None, None
+            if selects:
+                lists, walk = policy.select(
+                    piece.seen_query,
+                    exchange.seen_cache(cache.key),
+                    statistics,
+                    walk,
+                    layer=layer,
+                    span=piece.span,
+                    kernel_config=settings.selection_kernels(span.phase),
+                )
+                pairs = lists.attended_pairs(*piece.span.queries_of_rows(size))
+                kept = lists if settings.return_selection else None
+                lists, kept, pairs = exchange.share(lists, kept, pairs)
+            own, lists, is_part = exchange.narrow(piece, lists, keys.shape[2])
+            where = {"layer": place, "kv_lengths": own.span.end, "return_lse": is_part, **options}
+            if lists is None:
+                chosen = "xla" if settings.implementation == "xla" else None
+                where |= {"query_offset": own.start, "implementation": chosen}
+                out = dense_attention(own.query, keys, values, **where)
+            else:
+                first_block = None if span.is_token else own.span.first_block
+                where |= {"implementation": settings.implementation}
+                given = prepare_lists(own.query, keys, values, lists, first_block, **where)
+                out = attend_lists(*given)
+            found.append((exchange.merge(out), walk, pairs, kept))
+        out, walk, pairs, kept = exchange.join(found)
+        return out, (cache, walk), (pairs if selects else all_pairs, kept)
 
-        return attend
-
-    return exchanging(
-        make,
-        span,
-        policy,
-        is_fresh=is_fresh,
-        is_sparse=is_sparse,
-        placement=settings.placement,
+    if placement is None:
+        return functools.partial(attend, Exchange(span, policy, start(span)), count_pairs(span))
+    span = dataclasses.replace(
+        span, heads=placement.heads, blocks=None if span.is_token else placement.blocks
     )
+    fields, in_specs, out_specs = specs_of_ranks(span, policy, placement)
+
+    def attend_on_mesh(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
+        """Computes one layer on a mesh, each rank its own sequences, heads and query blocks."""
+        cache, walk = state
+
+        def on_rank(span: Span, arrays: dict[str, PyTree], walk: PyTree, *tokens: Any) -> Any:
+            exchange = MeshExchange(span, policy, start(span), placement, is_sparse)
+            query, key, value, layer = tokens
+            state = dataclasses.replace(cache, **arrays), walk
+            out, (written, walk), aux = attend(
+                exchange, count_pairs(span), query, key, value, layer, state
+            )
+            return out, {name: getattr(written, name) for name in arrays}, walk, aux
+
+        shared = jax.shard_map(
+            on_rank,
+            mesh=placement.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        arrays = {name: getattr(cache, name) for name in fields}
+        out, arrays, walk, aux = shared(span, arrays, walk, query, key, value, layer)
+        return out, (dataclasses.replace(cache, **arrays), walk), aux
+
+    return attend_on_mesh

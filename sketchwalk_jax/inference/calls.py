@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from sketchwalk_jax.inference.cache import Cache, empty_cache
+from sketchwalk_jax.inference.cache import Cache, init_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import check_runs
 from sketchwalk_jax.policies.base import Policy
@@ -32,16 +32,7 @@ PyTree = Any
 
 
 def check_model(params: PyTree, cache: Cache | None, model_config: ModelConfig) -> None:
-    """Checks parameters against the model, and the cache's dtype against the parameters' dtype.
-
-    Args:
-      params: Parameter tree.
-      cache: The cache that the call continues, if there is one.
-      model_config: The model.
-
-    Raises:
-      ValueError: If arrays are missing or unknown, or have another shape or dtype.
-    """
+    """Checks parameters against the model, and the cache's dtype against the parameters' dtype."""
     check_runs(params, model_config)
     check_auto_axes("params", params)
     check_auto_axes("cache", cache)
@@ -77,7 +68,7 @@ def _layout(
 ) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, tuple[int, ...], Any], ...]]:
     """Returns a cache's structure, its `made_for`, and each array's name, shape and dtype."""
     sizes: dict[str, Any] = {"batch": batch, "max_tokens": max_tokens, "dtype": dtype}
-    make = functools.partial(empty_cache, model_config, policy, **sizes, sharding=placement)
+    make = functools.partial(init_cache, model_config, policy, **sizes, sharding=placement)
     shapes = jax.eval_shape(make)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     names = ((jax.tree_util.keystr(path).lstrip("."), leaf) for path, leaf in leaves)
@@ -86,14 +77,7 @@ def _layout(
 
 
 def check_unused(cache: Any) -> None:
-    """Raises unless `cache` is a cache whose arrays still exist.
-
-    Args:
-      cache: The cache.
-
-    Raises:
-      ValueError: If it is no cache, or an earlier call has consumed its arrays.
-    """
+    """Raises unless `cache` is a cache whose arrays no earlier call has consumed."""
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache must be a Cache (init_cache makes one), got {type(cache).__name__}"
@@ -116,13 +100,6 @@ def check_cache(
     placement: Placement | None = None,
 ) -> None:
     """Raises unless `cache` comes from `init_cache` for this model, policy and batch.
-
-    Args:
-      cache: The cache.
-      batch: Number of sequences in the call.
-      model_config: The model.
-      policy: The policy.
-      placement: Placement of the model on a mesh, if it is on one.
 
     Raises:
       ValueError: If it was used before, or belongs to another model, policy, batch or mesh.
@@ -180,18 +157,9 @@ def tokens_used(cache: Cache | None) -> int:
 
 
 def check_prompt(tokens: Any, lengths: Any, model_config: ModelConfig) -> Int[Array, "B"]:
-    """Checks prompt tokens against lengths and vocabulary.
+    """Checks prompts against lengths and vocabulary; returns the lengths as an int32 array.
 
-    Args:
-      tokens: Prompts, right-padded.
-      lengths: Number of tokens of each prompt, or `None` for all columns.
-      model_config: The model.
-
-    Returns:
-      The lengths as an int32 array.
-
-    Raises:
-      ValueError: If tokens, lengths and vocabulary do not fit together.
+    If `lengths` is `None`, all columns are tokens.
     """
     check_integers("tokens", tokens, "[B, T]", 2)
     check_auto_axes("tokens and lengths", (tokens, lengths))
@@ -217,14 +185,7 @@ def check_room(cache: Cache, tokens: Any, lengths: Any) -> None:
 
 
 def prompt_rows(tokens: Any, lengths: Any, cache: Cache | None, block_size: int) -> int | None:
-    """Number of blocks that the longest prompt touches after the cache; `None` if unknown.
-
-    Args:
-      tokens: Prompts.
-      lengths: Number of tokens of each prompt.
-      cache: The cache that the prompts continue, if any.
-      block_size: Tokens per block.
-    """
+    """Number of blocks that the longest prompt touches after the cache; `None` if unknown."""
     if cache is not None and not is_known(cache.lengths):
         return None
     inside = np.asarray(0 if cache is None else cache.lengths) % block_size
@@ -250,18 +211,7 @@ def check_token(
     policy: Policy,
     placement: Placement | None = None,
 ) -> None:
-    """Checks the tokens of a decode step against cache and vocabulary.
-
-    Args:
-      tokens: One token for each sequence.
-      cache: The cache so far.
-      model_config: The model.
-      policy: The policy.
-      placement: Placement of the model on a mesh, if it is on one.
-
-    Raises:
-      ValueError: If tokens, cache and vocabulary do not fit together.
-    """
+    """Checks the tokens of a decode step against cache and vocabulary."""
     check_integers("tokens", tokens, "[B]", 1)
     check_auto_axes("tokens", tokens)
     check_cache(cache, tokens.shape[0], model_config, policy, placement)

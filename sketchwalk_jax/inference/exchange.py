@@ -2,9 +2,7 @@
 
 `cached_layer` writes, updates statistics, selects and attends. If a step needs data of another
 rank, or only a rank's own part, it asks an `Exchange`. On one device `Exchange` returns its inputs;
-on a mesh `MeshExchange` calls the collectives. XLA partitions the rest of the model; `exchanging`
-moves from there to ranks: under `jax.shard_map`, each rank calls the same attention with its own
-sequences, heads and query blocks.
+on a mesh `MeshExchange` calls the collectives.
 
 A policy states which data of other ranks it sees (`Policy.heads_on_mesh`, `Policy.blocks_on_mesh`).
 `policies.ranks` has the collectives; `sharding` has the shardings of their operands.
@@ -21,7 +19,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.inference.cache import Cache, write_layer
-from sketchwalk_jax.models.transformer import Attend
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import Placement, specs
@@ -302,62 +299,25 @@ class MeshExchange(Exchange):
         return jnp.concatenate(outs, axis=1), walk, all_pairs, lists
 
 
-def exchanging(
-    make: Callable[[Exchange], Attend],
-    span: Span,
-    policy: Policy,
-    *,
-    is_fresh: bool,
-    is_sparse: bool,
-    placement: Placement | None,
-) -> Attend:
-    """Returns attention for one device, or attention in which each rank of a mesh does its part.
+def specs_of_ranks(
+    span: Span, policy: Policy, placement: Placement
+) -> tuple[PyTree, tuple[Any, ...], tuple[Any, ...]]:
+    """Returns partition specs of one layer's attention, for `jax.shard_map`.
 
     If there are fewer key/value heads than ranks, every rank gets all keys and values.
 
-    Args:
-      make: Builds the attention of a rank's tokens.
-      span: The tokens of all ranks.
-      policy: The policy.
-      is_fresh: Whether every sequence starts at position 0.
-      is_sparse: Whether the policy selects in these layers.
-      placement: Placement of the model on the mesh; `None` for one device.
+    Returns:
+      The specs of the cache's fields; those of the span, the cache's fields, the walk, queries,
+      keys, values and the layer's index; and those of the output, the cache's fields, the walk, and
+      pairs with lists.
     """
-
-    def start(span: Span) -> Int[Array, "B"] | None:
-        return None if is_fresh else span.start(policy.block_size)
-
-    if placement is None:
-        return make(Exchange(span, policy, start(span)))
-    rows = None if span.is_token else placement.blocks
-    span = dataclasses.replace(span, heads=placement.heads, blocks=rows)
     by_sequence = placement.sharding("data").spec
-    by_row = None if rows is None else rows.axis
+    by_row = None if span.blocks is None else span.blocks.axis
     of_queries = placement.sharding("data", by_row, "tensor").spec
     is_spread = placement.model_config.num_kv_heads == placement.num_kv_heads
     of_keys = placement.sharding("data", by_row, "tensor" if is_spread else None).spec
     of_lists = placement.sharding("data", None, by_row).spec
     fields = specs(placement.cache(policy))
     walks = specs(placement.walk(policy, is_token=span.is_token))
-
-    def attend(query: Array, key: Array, value: Array, layer: Array, state: PyTree) -> Any:
-        cache, walk = state
-
-        def on_rank(span: Span, arrays: dict[str, PyTree], walk: PyTree, *tokens: Array) -> Any:
-            own: Any = make(MeshExchange(span, policy, start(span), placement, is_sparse))
-            state = dataclasses.replace(cache, **arrays), walk
-            out, (written, walk), aux = own(*tokens, state)
-            return out, {name: getattr(written, name) for name in arrays}, walk, aux
-
-        shared = jax.shard_map(
-            on_rank,
-            mesh=placement.mesh,
-            in_specs=(by_sequence, fields, walks, of_queries, of_keys, of_keys, PartitionSpec()),
-            out_specs=(of_queries, fields, walks, (by_sequence, of_lists)),
-            check_vma=False,
-        )
-        arrays = {name: getattr(cache, name) for name in fields}
-        out, arrays, walk, aux = shared(span, arrays, walk, query, key, value, layer)
-        return out, (dataclasses.replace(cache, **arrays), walk), aux
-
-    return attend
+    given = by_sequence, fields, walks, of_queries, of_keys, of_keys, PartitionSpec()
+    return fields, given, (of_queries, fields, walks, (by_sequence, of_lists))

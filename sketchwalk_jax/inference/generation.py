@@ -25,7 +25,6 @@ from sketchwalk_jax.inference.auto import Auto, Choice, check_policy_or_auto, de
 from sketchwalk_jax.inference.cache import (
     Cache,
     Density,
-    empty_cache,
     show_numbers,
     spread_cache,
 )
@@ -55,7 +54,7 @@ from sketchwalk_jax.inference.sampling import (
     seen_tokens,
     sequence_keys,
 )
-from sketchwalk_jax.inference.steps import decode_token, read_prompt
+from sketchwalk_jax.inference.steps import decode_token, new_cache, read_prompt
 from sketchwalk_jax.memory import advice, check_memory
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import unembed
@@ -159,15 +158,7 @@ def start_decoding(
     batch = tokens.shape[0]
     model_config, is_fresh = settings.model_config, cache is None
     if cache is None:
-        dtype = params["embed"]["embedding"].dtype
-        cache = empty_cache(
-            model_config,
-            settings.policy,
-            batch=batch,
-            max_tokens=capacity,
-            dtype=dtype,
-            sharding=settings.placement,
-        )
+        cache = new_cache(params, batch, capacity, settings)
     cache = dataclasses.replace(cache, density=Density.zeros(model_config.num_layers, batch))
     last = (lengths - 1)[:, None]
     hidden, cache, selection = read_prompt(
@@ -216,19 +207,8 @@ def decode_tokens(
     known to be greedy, nothing is sampled, and only every fourth token asks whether to go on: the
     up to three steps after the last token change nothing.
 
-    Args:
-      params: Parameter tree.
-      state: State after the prompt, or after another call.
-      sampling: Sampling settings.
-      limit: Maximum number of tokens of a sequence.
-      num_tokens: Columns of the result.
-      eos_token_ids: Tokens that end a sequence.
-      pad_token_id: Token that fills the columns after the end of a sequence.
-      settings: Static settings.
-      is_greedy: Whether this is the program for greedy sequences only.
-
-    Returns:
-      The new tokens, and the state after them.
+    `state` is the state after the prompt, or after another call. The result has `num_tokens`
+    columns. `is_greedy` says that this is the program for greedy sequences only.
     """
     batch, steps = state.lengths.shape[0], _STEPS if is_greedy else 1
 
@@ -313,7 +293,7 @@ NOT_LOADED = object()
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The static arguments of a generation; `make_generate` explains them.
+    """The static arguments of a generation; `generate` explains them.
 
     Attributes:
       settings: Settings to compile for, without the ones that depend on parameters. If the policy
@@ -642,16 +622,10 @@ class Generate(Options):
         key: Key[Array, "..."] | None = None,
         cache: Cache | None = None,
     ) -> Generation:
-        """Continues the prompts, as `generate` does.
+        """Continues the prompts, as `generate` does with the same arguments.
 
-        Args:
-          params: Parameter tree from `load`.
-          tokens: Prompts, right-padded, or padded on either side if `attention_mask` is given.
-          lengths: Number of prompt tokens of each sequence. Default: all `T`.
-          attention_mask: 1 at real tokens, as tokenizers return it; replaces `lengths`.
-          sampling: Sampling settings. Default: greedy.
-          key: Random key, either one or one per sequence.
-          cache: Cache of an earlier call, whose sequences this call continues; donated.
+        `attention_mask` is 1 at real tokens, as tokenizers return it, and replaces `lengths`. Then
+        prompts may be padded on either side.
 
         Returns:
           A `Generation`.
@@ -664,15 +638,8 @@ class Generate(Options):
             if lengths is not None:
                 raise ValueError("lengths must be None when attention_mask is given, got both")
             tokens, lengths = left_to_right_padding(tokens, attention_mask)
-        call = self.check(
-            params,
-            tokens,
-            lengths=lengths,
-            sampling=sampling,
-            key=key,
-            cache=cache,
-            to_bucket=True,
-        )
+        prompt: dict[str, Any] = dict(lengths=lengths, sampling=sampling, key=key, cache=cache)
+        call = self.check(params, tokens, **prompt, to_bucket=True)
         limit = jnp.asarray(call.max_new_tokens, jnp.int32)
         with call.memory(params):
             state, selection = _start(params, *call.prompt, **call.reading)

@@ -4,7 +4,7 @@ The layer has no cache. It takes the queries and keys of the whole sequence, as 
 scoring. Carry the walk through your scan over layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.attention.api import attend_rows, block_sparse_decode, dense_attention
+from sketchwalk_jax.attention.api import dense_attention, prepare_lists
+from sketchwalk_jax.attention.differentiable import attend_lists
 from sketchwalk_jax.attention.xla import on_auto_axes, vary_alike
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation, selection_kernels
@@ -204,18 +205,18 @@ def _one_layer(
     ((selection, walk),) = select_whole(
         [policy], own_query, own_key, [walk], span=span, kernel_config=selects_with
     )
-    attend = choose_attention(
+    given = prepare_lists(
+        query,
+        key,
+        value,
         selection,
-        span,
-        None,
+        first_block,
+        kv_lengths=lengths,
         scale=scale,
         implementation=implementation,
         kernel_config=kernel_config,
     )
-    return attend(query, key, value)[0][:, :num_tokens], walk
-
-
-# Steps of every layer, with or without a cache.
+    return attend_lists(*given)[0][:, :num_tokens], walk
 
 
 def select_whole(
@@ -227,18 +228,10 @@ def select_whole(
     span: Span,
     kernel_config: KernelConfig | None = None,
 ) -> list[tuple[BlockSelection, PyTree]]:
-    """Selects with several policies for whole sequences, without a cache.
+    """Selects for whole sequences; returns the lists and the next walk of each policy.
 
-    Args:
-      policies: Policies with the same statistics, which the first policy computes for all.
-      query: Queries of all tokens, in whole blocks.
-      key: Keys of all tokens.
-      walks: The walk of each policy.
-      span: The tokens.
-      kernel_config: Settings of the policies' kernels, or `None` for plain JAX.
-
-    Returns:
-      The lists and the next walk of each policy.
+    The policies have the same statistics, which the first one computes for all. `query` and `key`
+    are of all tokens, in whole blocks, and each policy has a walk.
     """
     first = policies[0]
     shape = LayerShape(query.shape[2], key.shape[2], key.shape[3], key.dtype)
@@ -256,39 +249,3 @@ def select_whole(
         policy.select(query, key[None], statistics, walk, **where)
         for policy, walk in zip(policies, walks, strict=True)
     ]
-
-
-def choose_attention(
-    selection: BlockSelection | None,
-    span: Span,
-    start: Int[Array, "B"] | None,
-    *,
-    layer: Int[Array, ""] | None = None,
-    return_lse: bool = False,
-    implementation: str | None = None,
-    **options: Any,
-) -> Callable[..., Any]:
-    """Returns attention of a span's tokens to listed blocks, or to all earlier tokens.
-
-    Args:
-      selection: The block indices; `None` for dense attention.
-      span: The tokens.
-      start: Position of the first query, `None` for 0. Used for dense attention only.
-      layer: Layer of stacked keys and values.
-      return_lse: Whether to return the log-sum-exp of the scores.
-      implementation: Attention implementation, or `None` to choose. For dense attention, every
-        value except `"xla"` means `None`.
-      **options: Scale and tile sizes.
-
-    Returns:
-      A function of queries, keys and values. It returns the output, or a tuple of the output and
-      its log-sum-exp if `return_lse` is set or if a prompt attends to listed blocks.
-    """
-    options |= {"layer": layer, "kv_lengths": span.end, "return_lse": return_lse}
-    if selection is None:
-        options["implementation"] = "xla" if implementation == "xla" else None
-        return partial(dense_attention, query_offset=start, **options)
-    options |= {"implementation": implementation, "selection": selection}
-    if span.is_token:
-        return partial(block_sparse_decode, **options)
-    return partial(attend_rows, first_block=span.first_block, **options)

@@ -113,10 +113,6 @@ class Sampling:
         return is_known(found) and bool(np.all(np.asarray(found) < _SMALLEST_TEMPERATURE))
 
 
-def _flatten(sampling: Sampling) -> tuple[list[Any], None]:
-    return [getattr(sampling, name) for name in _RULES], None
-
-
 def _flatten_with_keys(sampling: Sampling) -> tuple[list[tuple[Any, Any]], None]:
     return [(jax.tree_util.GetAttrKey(name), getattr(sampling, name)) for name in _RULES], None
 
@@ -129,7 +125,7 @@ def _unflatten(_: None, leaves: Iterable[Any]) -> Sampling:
     return made
 
 
-jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten)
 make_exportable(Sampling)
 
 
@@ -291,14 +287,7 @@ def sample(
     Row `b` depends on row `b` of the arguments only, its key included, so a sequence draws the same
     tokens alone and in a batch. Get keys from `sequence_keys`, and fold in the step for each token.
 
-    Args:
-      logits: Scores of the next token.
-      sampling: The settings.
-      seen: Whether each token is in the prompt or was generated.
-      keys: One typed key for each sequence; greedy sequences ignore theirs.
-
-    Returns:
-      int32 token ids.
+    Returns int32 token ids. Greedy sequences ignore their key.
 
     Raises:
       ValueError: If `keys` is not one typed key for each sequence, or a setting has another shape
@@ -329,15 +318,9 @@ def sample(
 def best_tokens(
     logits: Float[Array, "B V"], sampling: Sampling, seen: Bool[Array, "B V"]
 ) -> Int[Array, "B"]:
-    """Returns the tokens that greedy decoding chooses, after the repetition penalty.
+    """Returns the tokens that greedy decoding chooses, after the repetition penalty, as int32 ids.
 
-    Args:
-      logits: Scores of the next token.
-      sampling: The settings; only the repetition penalty is used.
-      seen: Whether each token is in the prompt or was generated.
-
-    Returns:
-      int32 token ids; the first one of equal logits.
+    Of equal logits, the first one is chosen.
 
     Example:
       >>> logits = jnp.array([[0.0, 2.0, 1.0]])
@@ -383,15 +366,9 @@ def sequence_keys(key: Shaped[Array, "..."], *, batch: int) -> Key[Array, "{batc
 def seen_tokens(
     tokens: Int[Array, "B T"], lengths: Int[Array, "B"], *, vocab_size: int
 ) -> Bool[Array, "B V"]:
-    """Marks the tokens in the prompts, for the repetition penalty.
+    """Marks the ids among the first `lengths[b]` tokens of prompts, for the repetition penalty.
 
-    Args:
-      tokens: Token ids, right-padded; ids outside `[0, vocab_size)` are ignored.
-      lengths: Number of tokens of each prompt.
-      vocab_size: Number of logits, `V`.
-
-    Returns:
-      bool `[B, V]`, true at the ids among the first `lengths[b]` tokens.
+    Ids outside `[0, vocab_size)` are ignored.
 
     Example:
       >>> seen_tokens(jnp.array([[2, 0, 3]]), jnp.array([2]), vocab_size=4).tolist()
@@ -403,14 +380,7 @@ def seen_tokens(
 
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B"]) -> Bool[Array, "B V"]:
-    """Marks one more token for each sequence as seen.
-
-    Args:
-      seen: Whether each token was seen so far.
-      tokens: One token id for each sequence; ids outside `[0, V)` are ignored.
-
-    Returns:
-      bool `[B, V]`.
+    """Marks one more token for each sequence as seen; ids outside `[0, V)` are ignored.
 
     Example:
       >>> mark_seen(jnp.zeros((1, 3), bool), jnp.array([1])).tolist()

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.api import take_columns
 from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.inference.auto import recommended_policy
-from sketchwalk_jax.inference.cache import Cache, chunk_layout, empty_cache, spread_cache
+from sketchwalk_jax.inference.cache import Cache, chunk_layout, init_cache, spread_cache
 from sketchwalk_jax.inference.cached_layer import (
     Settings,
     attention_by_layer,
@@ -43,7 +43,6 @@ from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.selection import BlockSelection, causal_pairs
 from sketchwalk_jax.sharding import (
-    Placement,
     constrain,
     constrain_logits,
     embed_tokens,
@@ -165,6 +164,18 @@ def read_prompt(
     return taken, cache, _empty_others(selection, is_row, cache.capacity)
 
 
+def new_cache(params: PyTree, batch: int, max_tokens: int, settings: Settings) -> Cache:
+    """Makes an empty cache with the type and the placement of the parameters."""
+    return init_cache(
+        settings.model_config,
+        settings.policy,
+        batch=batch,
+        max_tokens=max_tokens,
+        dtype=params["embed"]["embedding"].dtype,
+        sharding=settings.placement,
+    )
+
+
 def read_into_new_cache(
     params: PyTree,
     tokens: Int[Array, "B T"],
@@ -175,25 +186,10 @@ def read_into_new_cache(
 ) -> tuple[Float[Array, "B C D"], Cache]:
     """Reads prompts into a new cache of `T` tokens, without checks.
 
-    Args:
-      params: Parameter tree.
-      tokens: Prompts, right-padded.
-      lengths: Number of tokens of each prompt.
-      columns: Columns whose output is returned. Default: the first one.
-      settings: Static settings.
-
-    Returns:
-      The last layer's output at `columns`, and the cache.
+    Returns the last layer's output at `columns`, by default at the first one, and the cache.
     """
     batch, num_tokens = tokens.shape
-    cache = empty_cache(
-        settings.model_config,
-        settings.policy,
-        batch=batch,
-        max_tokens=num_tokens,
-        dtype=params["embed"]["embedding"].dtype,
-        sharding=settings.placement,
-    )
+    cache = new_cache(params, batch, num_tokens, settings)
     if columns is None:
         columns = jnp.zeros((batch, 1), jnp.int32)
     hidden, cache, _ = read_prompt(
@@ -301,44 +297,6 @@ def _read(
     logits = unembed(params, hidden, model_config=settings.model_config)
     cache = spread_cache(cache, settings.placement, settings.policy)
     return constrain_logits(logits, settings.placement), cache, selection
-
-
-def init_cache(
-    model_config: ModelConfig,
-    policy: Policy | None = None,
-    *,
-    batch: int,
-    max_tokens: int,
-    dtype: DTypeLike | None = None,
-    sharding: jax.sharding.Sharding | Placement | None = None,
-) -> Cache:
-    """Makes an empty cache.
-
-    Args:
-      model_config: Configuration of the model.
-      policy: The policy that the cache is for, such as `SketchWalkConfig.recommended(density=0.2)`
-        or `Dense()`. It decides which statistics the cache keeps. Default:
-        `SketchWalkConfig.recommended(plan=model_config.plan)`.
-      batch: Number of sequences.
-      max_tokens: Number of tokens that the cache must hold for each sequence. Rounded up to whole
-        blocks; on a mesh with a `sequence` axis, to the same number of blocks for each rank.
-      dtype: Type of keys and values. Default: the dtype of the model.
-      sharding: Sharding of keys and values; or a `Placement`, which places the whole cache on a
-        mesh. Calls with parameters on a mesh need a cache made with their `Placement`. Each device
-        then holds only its share.
-
-    Returns:
-      A `Cache` with lengths of zero.
-
-    Raises:
-      ValueError: If a size is not positive, the model's context is shorter than `max_tokens`, the
-        mesh's `data` axis does not divide `batch`, or `policy` is not a policy.
-      NotImplementedError: If the policy cannot select on the mesh's `sequence` axis.
-    """
-    policy = recommended_policy(model_config) if policy is None else policy
-    return empty_cache(
-        model_config, policy, batch=batch, max_tokens=max_tokens, dtype=dtype, sharding=sharding
-    )
 
 
 _prefill = jax.jit(_read, static_argnames=("is_fresh", "settings"), donate_argnames="cache")
@@ -523,13 +481,6 @@ def forward(
     lengths = check_prompt(tokens, lengths, model_config)
     check_model(params, None, model_config)
     batch, num_tokens = tokens.shape
-    cache = empty_cache(
-        model_config,
-        policy,
-        batch=batch,
-        max_tokens=num_tokens,
-        dtype=params["embed"]["embedding"].dtype,
-        sharding=settings.placement,
-    )
+    cache = new_cache(params, batch, num_tokens, settings)
     with advice(params=params, cache=cache):
         return _prefill(params, tokens, lengths, cache, is_fresh=True, settings=settings)[0]
