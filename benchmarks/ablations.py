@@ -1,7 +1,7 @@
 """Measures what each part of the method does: presets with one changed field, on all tasks.
 
     python benchmarks/ablations.py --text FILE --text-tail 0.03 [--out FILE] [--reduced]
-    python benchmarks/report.py               # anywhere: the tables; figures.py draws
+    python benchmarks/report.py               # anywhere: the tables
 
 Variants of `paper` and `damped` are compared with dense attention and random blocks on the same
 prompts. An interrupted run continues from its file, as in `sketchwalk eval`.

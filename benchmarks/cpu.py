@@ -136,22 +136,17 @@ def measure_attention(length: int, repeats: int) -> list[Row]:
     ]
 
 
-def reading(params: Any, tokens: jax.Array, model: ModelConfig, policy: Any) -> Callable[[], Any]:
-    """Makes a call that prefills prompts, as `stream` and `generate` do."""
+def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
+    """Times whole prefills, as in `stream` and `generate`."""
+    tokens = tokens_of(length)
 
-    def read() -> jax.Array:
-        chunks = sw.stream(params, tokens, model_config=model, policy=policy, max_new_tokens=1)
+    def read(policy: Any) -> jax.Array:
+        options = {"model_config": MODEL, "policy": policy, "max_new_tokens": 1}
+        chunks = sw.stream(params, tokens, **options)
         next(chunks)  # the chunk without tokens that marks the end of prefill
         return chunks.cache.key
 
-    return read
-
-
-def measure_prefill(params: Any, length: int, repeats: int) -> list[Row]:
-    """Times whole prefills, as in `stream` and `generate`."""
-    calls = {
-        name: reading(params, tokens_of(length), MODEL, policy) for name, policy in POLICIES.items()
-    }
+    calls = {name: functools.partial(read, policy) for name, policy in POLICIES.items()}
     times = in_turns(calls, repeats)
     return [row("prefill", length, name, times) for name in POLICIES]
 

@@ -309,31 +309,21 @@ def measured[SomeCell: Cell](
 
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
     """Lists all measurements of a model, the most important and shortest first."""
-
-    def order(cell: Cell) -> tuple[bool, int, int]:
-        return cell.rule.preset == "paper", cell.batch, cell.tokens
-
-    return sorted(_cells(name, options), key=order)
-
-
-def _cells(name: str, options: argparse.Namespace) -> Iterator[Cell]:
     own = rules(is_quick=options.quick)
     lengths = (512,) if options.quick else LENGTHS
     piece = 256 if options.quick else PIECE
-    for tokens in lengths:
-        for rule in own:
-            yield Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
-        for batch in (1, 2) if options.quick else BATCHES:
-            for rule in own:
-                yield Cell(model=name, phase="decode", tokens=tokens, batch=batch, rule=rule)
     long = () if options.quick else LONG.get(name, ())
-    for tokens in (lengths[-1], *long):
-        for rule in (DENSE, *own[1::2]):
-            cell = Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
-            yield dataclasses.replace(cell, chunk_size=piece)
-    for tokens in long:
-        for rule in (DENSE, *own[1::2]):
-            yield Cell(model=name, phase="decode", tokens=tokens, batch=1, rule=rule)
+    found = []
+    for tokens in lengths:
+        loads = [("prefill", 1), *(("decode", n) for n in ((1, 2) if options.quick else BATCHES))]
+        for (phase, batch), rule in itertools.product(loads, own):
+            found.append(Cell(model=name, phase=phase, tokens=tokens, batch=batch, rule=rule))
+    for tokens, rule in itertools.product((lengths[-1], *long), (DENSE, *own[1::2])):
+        cell = Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
+        found.append(dataclasses.replace(cell, chunk_size=piece))
+        if tokens in long:
+            found.append(dataclasses.replace(cell, phase="decode"))
+    return sorted(found, key=lambda cell: (cell.rule.preset == "paper", cell.batch, cell.tokens))
 
 
 def rules(*, is_quick: bool) -> list[Rule]:
@@ -823,15 +813,11 @@ def run_peer(wanted: dict[str, Any]) -> None:
                 del cache
             found = timed(call, repeats)
             found |= {name: found[name] / steps for name in ("median", "q25", "q75")}
-            say(phase, tokens, batch, seconds=found, peak_gib=peak(torch))
+            peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            say(phase, tokens, batch, seconds=found, peak_gib=peak)
         except torch.OutOfMemoryError:
             say(phase, tokens, batch, error=common.DOES_NOT_FIT)
         call = None  # frees its cache
-
-
-def peak(torch: Any) -> float:
-    """Returns peak memory in GiB."""
-    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Draws the figures of the pages from the JSON results into `plots/`.
+"""Draws the figure of the pages from the results of `end_to_end.py` into `plots/end_to_end.png`.
 
-    python benchmarks/figures.py                 # all whose results are there
-    python benchmarks/figures.py end_to_end
+    python benchmarks/figures.py
 
 Figures of an evaluation are drawn by `sketchwalk report FILE`.
 """
@@ -11,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import report
 import tables
 from matplotlib.figure import Figure
@@ -23,19 +21,14 @@ Points = Sequence[tuple[float, float]]
 
 
 def main() -> None:
-    """Draws the named figures."""
+    """Draws the figure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", nargs="*", help="default: all", choices=[*FIGURES, []])
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     parser.add_argument("--plots", type=Path, default=report.HERE / "plots")
     options = parser.parse_args()
-    matplotlib.use("Agg")
     options.plots.mkdir(parents=True, exist_ok=True)
-    for name, (file, draw) in FIGURES.items():
-        path = options.results / file
-        if path.exists() and name in (options.name or FIGURES):
-            draw(report.read(path)["rows"]).savefig(options.plots / f"{name}.png", dpi=120)
-            print(f"drawn: {name}")
+    rows = report.read(options.results / "end_to_end.json")["rows"]
+    end_to_end(rows).savefig(options.plots / "end_to_end.png", dpi=120)
 
 
 def _draw(panel: Any, lines: Mapping[str, tuple[Points, Mapping[str, Any]]], title: str) -> None:
@@ -78,11 +71,6 @@ def end_to_end(rows: Sequence[report.Row]) -> Figure:
     panels[1].set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=9)
     return figure
-
-
-FIGURES = {
-    "end_to_end": ("end_to_end.json", end_to_end),
-}
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation import read_text
-from sketchwalk_jax.evaluation.long_decode import compare_logits
+from sketchwalk_jax.evaluation.measure import compare_logits
 from sketchwalk_jax.evaluation.provenance import hash_weights
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.inference.cached_layer import Settings

@@ -26,11 +26,7 @@ from sketchwalk_jax.evaluation.results import ResultsFile, read_results
 from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.runner import check_lengths, continue_evaluation, describe_texts
 from sketchwalk_jax.evaluation.settings import Rule
-from sketchwalk_jax.evaluation.tables import (
-    counted,
-    pool,
-    rows_with,
-)
+from sketchwalk_jax.evaluation.tables import counted, pool, rows_with
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
 from sketchwalk_jax.inference.cached_layer import PHASES
 from sketchwalk_jax.inference.compiled import keep_compiled_programs
@@ -197,18 +193,15 @@ def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tu
                     found += [] if options.stage == "development" else [rule]
                 elif options.stage == "development":
                     for count in options.dense_layers or (0, 1, 2):
-                        fields = (("dense_layers", count),)
-                        found.append(Rule(policy, preset, density, fields, f"{_VARIANT}{count}"))
+                        own = (("dense_layers", count),)
+                        found.append(Rule(policy, preset, density, own, f"{_VARIANT}{count}"))
                 else:
                     found += _chosen(file, model, rule, options)
-                    found += [exact_ceiling(density)] if policy == "oracle" else []
+                    if policy == "oracle":
+                        # Another rule ranks by largest shares, with the recommended local blocks.
+                        fields = {"aggregation": "max", "dense_layers": 0, "local_blocks": 2}
+                        found.append(Rule(policy, None, density, tuple(fields.items()), "max"))
     return tuple(found)
-
-
-def exact_ceiling(density: float | None) -> Rule:
-    """Makes the oracle that ranks by largest shares, with the recommended policy's local blocks."""
-    fields = {"aggregation": "max", "dense_layers": 0, "local_blocks": 2}
-    return Rule("oracle", None, density, tuple(fields.items()), "max")
 
 
 def _chosen(file: ResultsFile, model: str, rule: Rule, options: argparse.Namespace) -> list[Rule]:

@@ -23,11 +23,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common  # makes the package importable
 import numpy as np
-from scipy import stats
+
+from sketchwalk_jax.evaluation.rows import wilson_interval
+from sketchwalk_jax.evaluation.tables import (
+    NOTHING,
+    counted,
+    markdown_table,
+    mean_interval,
+    name_of,
+    signed,
+)
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+RESULTS = common.RESULTS
 PAGES = (
     HERE.parent / "README.md",
     HERE / "KERNELS.md",
@@ -36,9 +46,7 @@ PAGES = (
     *sorted((HERE / "appendix").glob("*.md")),
 )
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
-NOTHING = "–"
 PHASES = {"prefill": "prefill", "decode": "decode", "both": "both"}
-LOSSES = ("text_loss", "code_loss", "long_decode")  # tasks without right and wrong answers
 _ORDER = ("dense", "recommended", "paper", "damped", "one_hop", "released")
 _ORDER += ("minference", "flexprefill", "quest", "adamas", "oracle", "streaming", "random")
 
@@ -128,7 +136,7 @@ class Table:
         runs = [row["run"] for row in used if "run" in row] or [data["meta"]]
         about = describe(data["meta"], runs, self.command)
         note = f"{self.note} {about}" if self.note else about
-        return f"{markdown(head, body, len(self.lines))}\n\n{note}"
+        return f"{markdown_table(head, body, num_names=len(self.lines))}\n\n{note}"
 
     def _lines(self, rows: Iterable[Row]) -> list[Row]:
         found: dict[tuple[Any, ...], Row] = {}
@@ -176,16 +184,11 @@ def _rank(field: str, value: Any, places: Sequence[Any]) -> Any:
     return places.index(value) if isinstance(value, str) else value
 
 
-def method_title(name: str) -> str:
-    """Formats policies as code, dense attention as a word."""
-    return name if name == "dense" else f"`{name}`"
-
-
 # Titles of fields that identify lines, and functions that format their values.
 FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("Tokens", "{:,}".format),
     "density": ("Density", "{:g}".format),
-    "method": ("Method", method_title),
+    "method": ("Method", name_of),
     "phase": ("Sparse in", PHASES.__getitem__),
     "variant": ("Changed", str),
     "attention": ("Attention", str),
@@ -252,12 +255,6 @@ def describe(meta: Row, runs: Iterable[Row], command: str) -> str:
     return f"{device}; JAX {meta['versions']['jax']}; {when}; `{command}`"
 
 
-def markdown(head: Sequence[str], body: Iterable[Sequence[str]], left: int) -> str:
-    """Formats a table: the first `left` columns aligned left, the others right."""
-    rule = ["---"] * left + ["---:"] * (len(head) - left)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body))
-
-
 # Cells of speeds.
 
 
@@ -313,14 +310,9 @@ def of_floor(rows: list[Row], _: Other) -> str:
 # Cells of evaluations.
 
 
-def _counted(rows: Iterable[Row]) -> list[Row]:
-    """Selects rows with answers, without tasks of which dense answers too few prompts."""
-    return [row for row in rows if row["task"] not in LOSSES and row.get("in_mean") is not False]
-
-
 def _answers(rows: Iterable[Row]) -> tuple[int, int]:
     """Counts right answers and prompts."""
-    own = [row for row in _counted(rows) if row["exact"] is not None]
+    own = [row for row in counted(rows) if row["exact"] is not None]
     right = sum(row["exact"] * row["prompts"] for row in own)
     return round(right), sum(row["prompts"] for row in own)
 
@@ -336,14 +328,8 @@ def right_interval(rows: list[Row], _: Other) -> str:
     count, prompts = _answers(rows)
     if not prompts:
         return NOTHING
-    found = stats.binomtest(count, prompts).proportion_ci(method="wilson")
-    return f"{count / prompts:.2f} ({found.low:.2f}–{found.high:.2f})"
-
-
-def signed(value: float, digits: int) -> str:
-    """Formats a difference with its sign and a true minus."""
-    text = f"{value:+.{digits}f}"
-    return text[1:] if float(text) == 0 else text.replace("-", "−")
+    low, high = wilson_interval(count, prompts)
+    return f"{count / prompts:.2f} ({low:.2f}–{high:.2f})"
 
 
 def loss_beyond(digits: int = 3, *, percent: bool = False, **base: Any) -> Cell:
@@ -356,8 +342,8 @@ def loss_beyond(digits: int = 3, *, percent: bool = False, **base: Any) -> Cell:
             return NOTHING
         change = np.subtract(own["text_losses"], beside[0]["text_losses"])
         change *= 100 / beside[0]["text_loss"] if percent else 1
-        found = stats.ttest_1samp(change, 0).confidence_interval()
-        mean, low, high = (signed(one, digits) for one in (change.mean(), found.low, found.high))
+        ends = mean_interval(change.tolist())
+        mean, low, high = (signed(one, digits) for one in (change.mean(), *ends))
         return f"{mean}{' %' if percent else ''} ({low} to {high})"
 
     return cell
@@ -381,7 +367,7 @@ def bytes_read(rows: list[Row], other: Other) -> str:
     fields = [f"decode_bytes_{name}" for name in ("keys", "values", "metadata")]
 
     def whole(found: Iterable[Row]) -> float:
-        own = [row for row in _counted(found) if row.get(fields[0]) is not None]
+        own = [row for row in counted(found) if row.get(fields[0]) is not None]
         counts = [row["prompts"] for row in own]
         read = [sum(row[one] for one in fields) for row in own]
         return float(np.average(read, weights=counts)) if own else 0.0

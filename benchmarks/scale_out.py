@@ -356,7 +356,9 @@ class Model:
             chunk_size=cell.chunk_size,
             is_token=cell.phase == "decode",
         )
-        return {**found, "peak_gib": common.peak_gib(reading), "sent_bytes": sent}
+        # A trace has the kernels of all ranks.
+        own = {name: one / self._ranks for name, one in found["parts_ms"].items()}
+        return {**found, "parts_ms": own, "peak_gib": common.peak_gib(reading), "sent_bytes": sent}
 
     def _settings(self, cell: Cell) -> Settings:
         return Settings(
@@ -376,7 +378,7 @@ class Model:
         repeats = self._repeats if cell.tokens <= 2**17 else 1
         found = time_prompt(program, self._params, prompt, repeats)
         work = prompt_flops(self.config, cell.tokens, found["measured_density"]) * cell.batch
-        return self._of_a_rank(found) | {
+        return found | {
             "flops": work,
             "floor_seconds": work / self._matmul / self._ranks,
         }
@@ -389,15 +391,9 @@ class Model:
         weights = token_bytes(self.config, cell.batch, 0, 0.0)
         more = (self._ranks - 1) * weights if self._axis == "data" else 0
         read += num_bytes(cache.statistics) + more
-        return self._of_a_rank(found) | {
+        return found | {
             "read_bytes": read,
             "floor_seconds": read / self._copy / self._ranks,
-        }
-
-    def _of_a_rank(self, found: Row) -> Row:
-        """Divides times by the ranks: a trace has the kernels of all ranks."""
-        return found | {
-            "parts_ms": {name: one / self._ranks for name, one in found["parts_ms"].items()}
         }
 
     def _lists(self, cell: Cell) -> Row:

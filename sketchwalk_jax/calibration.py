@@ -10,7 +10,6 @@ thresholds, half of the codes are unused. `fit_thresholds` takes the quartiles o
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -113,20 +112,24 @@ def calibrate(
     tokens = jnp.asarray(tokens, jnp.int32)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1])
-    prompts = params, tokens, jnp.asarray(lengths, jnp.int32)
-    size = whole_batch(batch or tokens.shape[0], placement_of(params, model_config))
+    lengths, count = jnp.asarray(lengths, jnp.int32), len(tokens)
+    size = whole_batch(batch or count, placement_of(params, model_config))
+    is_sparse = over == "sparse_layers"
+    layers = sparse_layers(model_config, policy) if is_sparse else range(model_config.num_layers)
 
     def measure(value: float, *, policy: PrefillPolicy) -> float:
-        return _measure(
-            functools.partial(prefill_density, policy=unset(policy), model_config=model_config),
-            *prompts,
-            value,
-            policy.floor_value,
-            layers=sparse_layers(model_config, policy)
-            if over == "sparse_layers"
-            else range(model_config.num_layers),
-            batch=size,
-        )
+        knob, floor = jnp.asarray(value, jnp.float32), jnp.asarray(policy.floor_value, jnp.int32)
+        static: dict[str, Any] = {"policy": unset(policy), "model_config": model_config}
+        attended, causal = 0.0, 0.0
+        for start in range(0, count, size):
+            # The last batch is filled up with the last prompt, which is counted once.
+            rows = np.minimum(np.arange(start, start + size), count - 1)
+            found = prefill_density(params, tokens[rows], lengths[rows], knob, floor, **static)
+            new = slice(min(size, count - start))
+            pairs = np.asarray(found.prefill_pairs, np.float64)[list(layers), new]
+            attended += pairs.sum()
+            causal += np.asarray(found.prefill_causal, np.float64)[new].sum() * len(pairs)
+        return float(attended / causal)
 
     check_choice("over", over, OVER)
     found = _bisect(measure, policy, density, tolerance, max_steps)
@@ -165,36 +168,6 @@ def _bisect(
         value = low if len(tried) == 1 and measured > density else 0.5 * (low + high)
     value, measured = min(tried, key=lambda one: abs(one[1] - density))
     return Calibration(policy.with_knob(value), measured, tuple(tried))
-
-
-def _measure(
-    program: Callable[..., Density],
-    params: PyTree,
-    tokens: Int[Array, "P T"],
-    lengths: Int[Array, "P"],
-    value: float,
-    floor: int,
-    *,
-    layers: Sequence[int],
-    batch: int,
-) -> float:
-    """Measures the density in some layers with one threshold and floor."""
-    attended, causal, count = 0.0, 0.0, tokens.shape[0]
-    for start in range(0, count, batch):
-        # The last batch is filled up with the last prompt, which is counted once.
-        rows = np.minimum(np.arange(start, start + batch), count - 1)
-        found = program(
-            params,
-            tokens[rows],
-            lengths[rows],
-            jnp.asarray(value, jnp.float32),
-            jnp.asarray(floor, jnp.int32),
-        )
-        new = slice(min(batch, count - start))
-        pairs = np.asarray(found.prefill_pairs, np.float64)[list(layers), new]
-        attended += pairs.sum()
-        causal += np.asarray(found.prefill_causal, np.float64)[new].sum() * len(pairs)
-    return float(attended / causal)
 
 
 def unset(policy: PrefillPolicy) -> PrefillPolicy:

@@ -1,28 +1,19 @@
 """Makes up evaluation results, with every kind of row that a real evaluation writes."""
 
-import functools
 import zlib
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest
 
 from sketchwalk_jax.evaluation.results import Results
+from sketchwalk_jax.evaluation.rows import exact_match
+from sketchwalk_jax.evaluation.tasks import TASKS
 
-TASKS = (
-    "single_needle",
-    "multi_key",
-    "multi_query",
-    "multi_value",
-    "variable_tracking",
-    "mid_prompt",
-    "aggregation",
-    "text_loss",
-)
-DENSE = ("dense", None)
+Name = tuple[str, str | None]
+DENSE: Name = ("dense", None)
 LONGEST = 16384  # default longest prompt, in tokens
 # Made-up share of right answers at density 0.2, mass recall, and loss beyond dense attention.
-POLICIES: dict[tuple[str, str | None], tuple[float, float, float]] = {
+POLICIES: dict[Name, tuple[float, float, float]] = {
     DENSE: (0.97, 1.0, 0.0),
     ("streaming", None): (0.25, 0.8, 0.03),
     ("random", None): (0.18, 0.69, 0.16),
@@ -33,18 +24,14 @@ POLICIES: dict[tuple[str, str | None], tuple[float, float, float]] = {
     ("sketchwalk", "released"): (0.6, 0.85, 0.02),
 }
 # Policies that select in one phase only, and their calibrated settings.
-RIVALS: dict[tuple[str, str | None], tuple[float, float, float]] = {
+RIVALS: dict[Name, tuple[float, float, float]] = {
     ("minference", None): (0.7, 0.88, 0.02),
     ("flexprefill", None): (0.8, 0.9, 0.01),
     ("quest", None): (0.95, 0.9, 0.01),
     ("adamas", None): (0.9, 0.85, 0.02),
 }
-ONE_PHASE = {
-    "minference": "prefill",
-    "flexprefill": "prefill",
-    "quest": "decode",
-    "adamas": "decode",
-}
+ONE_PHASE = dict.fromkeys(("minference", "flexprefill"), "prefill")
+ONE_PHASE |= dict.fromkeys(("quest", "adamas"), "decode")
 SETTINGS: dict[str, dict[str, Any]] = {
     "minference": {"scale": 0.22656},
     "flexprefill": {"gamma": 0.5, "min_budget": 128},
@@ -65,6 +52,8 @@ META: dict[str, Any] = {
     "command": "sketchwalk eval",
     "wall_s": 61.5,
 }
+EMPTY = ("exact", "exact_low", "exact_high", "depth", "hops", "text_loss", "mass_recall")
+EMPTY += ("mass_recall_by_layer", "output_error_by_layer", "is_right", "text_losses")
 
 
 def make_results(**options: Any) -> dict[str, Any]:
@@ -80,7 +69,7 @@ def whole(**options: Any) -> Results:
 
 def make_rows(
     *,
-    policies: dict[tuple[str, str | None], tuple[float, float, float]] = POLICIES,
+    policies: dict[Name, tuple[float, float, float]] = POLICIES,
     tasks: tuple[str, ...] = TASKS,
     lengths: tuple[int, ...] = (4096, 8192, 16384),
     densities: tuple[float, ...] = (0.1, 0.2),
@@ -95,10 +84,11 @@ def make_rows(
     """
     rows = []
     for (policy, preset), skill in policies.items():
-        is_dense = policy == "dense"
         own = [one for one in phases if one == ONE_PHASE.get(policy, one)]
+        nominal = densities if preset != "released" else (None,)
+        is_dense = policy == "dense"
         for phase in ("both",) if is_dense else own:
-            for density in _nominal(policy, preset, densities):
+            for density in (1.0,) if is_dense else nominal:
                 for task in tasks:
                     for tokens in lengths:
                         setting = {
@@ -119,20 +109,13 @@ def _newer(row: dict[str, Any]) -> dict[str, Any]:
     is_dense = row["policy"] == "dense"
     num_dense = None if is_dense else 2 * (ONE_PHASE.get(row["policy"]) != "prefill")
     read = 12 * 256.0 * row["tokens"] * row["measured_density_all_layers"]
-    parts = dict.fromkeys(("keys", "values", "metadata"))
-    if (is_dense or row["phase"] != "prefill") and row["depth"] is None:
-        parts = {"keys": read, "values": read, "metadata": 0.0 if is_dense else read / 8}
+    is_read = (is_dense or row["phase"] != "prefill") and row["depth"] is None
+    parts = {"keys": read, "values": read, "metadata": 0.0 if is_dense else read / 8}
     return {
         "settings": SETTINGS.get(row["policy"]),
         "dense_layers": num_dense,
-        **{f"decode_bytes_{name}": value for name, value in parts.items()},
+        **{f"decode_bytes_{name}": value if is_read else None for name, value in parts.items()},
     }
-
-
-def _nominal(policy: str, preset: str | None, densities: tuple[float, ...]) -> tuple[Any, ...]:
-    if policy == "dense":
-        return (1.0,)
-    return (None,) if preset == "released" else densities
 
 
 def _task_rows(
@@ -146,26 +129,15 @@ def _task_rows(
         setting["phase"], 1.0 if is_dense else 0.5
     )
     measured = 1.0 if is_dense else min(density * (1 + 64 / setting["tokens"]), 1.0)
-    by_layer = [round(recall - 0.02 * abs(layer - 6), 4) for layer in range(2, num_layers)]
-    has_probe = not is_dense and setting["phase"] == "prefill"
-    base = setting | {
-        "measured_density_sparse_layers": measured,
-        "measured_density_all_layers": (2 + (num_layers - 2) * measured) / num_layers,
-        "exact": None,
-        "exact_low": None,
-        "exact_high": None,
-        "prompts": prompts,
-        "depth": None,
-        "hops": None,
-        "text_loss": None,
-        "mass_recall": float(np.mean(by_layer)) if has_probe else None,
-        "mass_recall_by_layer": [None, None, *by_layer] if has_probe else None,
-        "output_error_by_layer": [None, None, *(round(1 - one, 4) for one in by_layer)]
-        if has_probe
-        else None,
-        "is_right": None,
-        "text_losses": None,
-    }
+    base = setting | dict.fromkeys(EMPTY) | {"prompts": prompts}
+    base["measured_density_sparse_layers"] = measured
+    base["measured_density_all_layers"] = (2 + (num_layers - 2) * measured) / num_layers
+    if not is_dense and setting["phase"] == "prefill":
+        by_layer = [round(recall - 0.02 * abs(layer - 6), 4) for layer in range(2, num_layers)]
+        errors = [round(1 - one, 4) for one in by_layer]
+        base["mass_recall"] = float(np.mean(by_layer))
+        base["mass_recall_by_layer"] = [None, None, *by_layer]
+        base["output_error_by_layer"] = [None, None, *errors]
     if setting["task"] == "text_loss":
         # All policies share prompts: a prompt that is hard for one is hard for all.
         hard = np.random.default_rng(1).normal(1.2, 0.2, prompts)
@@ -175,39 +147,17 @@ def _task_rows(
     if setting["task"] == "variable_tracking":
         chances = {hops: exact * (1.1 - 0.1 * hops) for hops in (2, 3, 4)}
         return [
-            base | {"hops": hops} | _score(rng.random(prompts) < chance)
+            base | {"hops": hops} | exact_match(rng.random(prompts) < chance)
             for hops, chance in chances.items()
         ]
     is_right = rng.random(prompts) < exact
-    if setting["task"] != "single_needle":
-        return [base | _score(is_right)]
-    bins = np.array_split(is_right, 10)
-    parts = [
-        base
-        | {"depth": (index + 0.5) / 10, "prompts": len(part)}
-        | _score(part)
-        | dict.fromkeys(
-            ("mass_recall", "mass_recall_by_layer", "output_error_by_layer", "is_right")
-        )
-        for index, part in enumerate(bins)
-    ]
-    return [base | _score(is_right), *parts]
-
-
-@functools.cache
-def _interval(right: int, count: int) -> tuple[float, float]:
-    interval = binomtest(right, count).proportion_ci(method="wilson")
-    return float(interval.low), float(interval.high)
-
-
-def _score(is_right: np.ndarray) -> dict[str, Any]:
-    low, high = _interval(int(is_right.sum()), len(is_right))
-    return {
-        "exact": float(is_right.mean()),
-        "exact_low": low,
-        "exact_high": high,
-        "is_right": [int(one) for one in is_right],
-    }
+    rows = [base | exact_match(is_right)]
+    if setting["task"] == "single_needle":
+        nothing = dict.fromkeys((*(name for name in EMPTY if "layer" in name), "is_right"))
+        for index, part in enumerate(np.array_split(is_right, 10)):
+            place = {"depth": (index + 0.5) / 10, "prompts": len(part), "mass_recall": None}
+            rows.append(base | place | exact_match(part) | nothing)
+    return rows
 
 
 def right_answers(
@@ -228,11 +178,8 @@ def cells(table: str) -> dict[str, dict[str, str]]:
     """Parses a markdown table into rows by first cell and header; joins double names."""
     lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()]
     header, body = lines[0], lines[2:]
-    assert all(len(line) == len(header) for line in body)
-    names = [
-        line[0] if [one[0] for one in body].count(line[0]) == 1 else f"{line[0]} {line[1]}"
-        for line in body
-    ]
+    firsts = [line[0] for line in body]
+    names = [line[0] if firsts.count(line[0]) == 1 else f"{line[0]} {line[1]}" for line in body]
     return {
         name: dict(zip(header, line, strict=True)) for name, line in zip(names, body, strict=True)
     }

@@ -28,17 +28,15 @@ RIGHT = {"dense": 1.0, "random": 0.2, "paper": 0.3, "damped": 0.6}
 
 
 def made_up_row(rule, phase, task, *, seed):
-    label = rule.preset or rule.policy
-    row = dict.fromkeys(ROW_FIELDS) | {"policy": rule.policy, "preset": rule.preset}
-    row |= {"variant": rule.variant, "density": rule.density, "phase": phase, "task": task}
+    right = RIGHT[rule.preset or rule.policy] - (0.1 if rule.variant == "exponent=4" else 0.0)
+    row = dict.fromkeys(ROW_FIELDS) | rule.name_fields | {"phase": phase, "task": task}
     row |= {"tokens": 8192, "prompts": PROMPTS, "mass_recall": 0.7}
     row |= {"measured_density_sparse_layers": 0.2, "measured_density_all_layers": 0.33}
-    rng = np.random.default_rng(seed)
-    if task == "text_loss":
-        losses = 3.0 + 0.1 * (label != "dense") + rng.normal(size=PROMPTS) / 100
-        return row | {"text_loss": float(losses.mean()), "text_losses": losses.tolist()}
-    lost = 0.1 if rule.variant == "exponent=4" else 0.0
-    return row | exact_match(np.arange(PROMPTS) < PROMPTS * (RIGHT[label] - lost))
+    if task != "text_loss":
+        return row | exact_match(np.arange(PROMPTS) < PROMPTS * right)
+    noise = np.random.default_rng(seed).normal(size=PROMPTS) / 100
+    losses = 3.0 + 0.1 * (rule.policy != "dense") + noise
+    return row | {"text_loss": float(losses.mean()), "text_losses": losses.tolist()}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +73,8 @@ def draw(seed, heads):
     return rng.normal(size=(BATCH, BLOCKS * SIZE, heads, HEAD_DIM)).astype(np.float32)
 
 
-def select_in_layers(config, layers, lengths=LENGTHS):
-    lengths = jnp.asarray(lengths, jnp.int32)
+def select_in_layers(config, layers):
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
     valid = jnp.arange(BLOCKS * SIZE)[None, :] < lengths[:, None]
     span = Span(jnp.zeros_like(lengths), valid, lengths, lengths)
     walk = config.init_walk(batch=BATCH, num_rows=BLOCKS, num_blocks=BLOCKS)
@@ -125,29 +123,16 @@ def lists_by_the_equations(config, layers, sequence):
 
 @pytest.mark.parametrize("preset", ["paper", "damped"])
 def test_lists_are_those_of_the_equations_without_a_mask(preset):
+    """Later blocks take part, so the policy is for prefill only: decoding cannot go on with it."""
     rule = ablations.UnmaskedRule("sketchwalk", preset, 0.7)
     config = dataclasses.replace(rule.make(), block_size=SIZE, sketch_dim=None)
+    assert config.phases == ("prefill",)
     layers = [(draw(2 * layer, HEADS), draw(2 * layer + 1, KV_HEADS)) for layer in range(LAYERS)]
     selection = jax.device_get(select_in_layers(config, layers)[-1])
     for sequence in range(BATCH):
         for row, wanted in enumerate(lists_by_the_equations(config, layers, sequence)):
             count = selection.counts[sequence, 0, row]
             assert selection.ids[sequence, 0, row, :count].tolist() == wanted
-
-
-def test_what_follows_changes_a_rows_list():
-    config = ablations.UnmaskedConfig(density=0.7, block_size=SIZE, sketch_dim=None)
-    layers = [(draw(2 * layer, HEADS), draw(2 * layer + 1, KV_HEADS)) for layer in range(LAYERS)]
-    half = BLOCKS // 2
-    other = []
-    for query, key in layers:
-        query = query.copy()
-        query[:, half * SIZE :] = draw(99, HEADS)[:, half * SIZE :] * 3
-        other.append((query, key))
-    full = [BLOCKS * SIZE] * BATCH
-    one, two = (select_in_layers(config, x, full)[-1].ids[:, :, :half] for x in (layers, other))
-    assert bool(jnp.any(one != two))
-    assert config.phases == ("prefill",)  # so decoding cannot continue its walk
 
 
 def test_tables_have_every_variant_with_paired_differences(rows, tmp_path):
@@ -171,18 +156,17 @@ def test_it_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     path, model = tmp_path / "ablations.json", tmp_path / "model"
     sizes = {"num_hidden_layers": 3, "max_position_embeddings": 1024}
     checkpoints.write_checkpoint(model, tokenizer=True, **sizes)
-
-    def run(variant: str) -> tuple:
-        few = ["--reduced", "--preset", "damped", "--phase", "prefill", "--probe-prompts", "0"]
-        where = ["--model", str(model), "--out", str(path)]
-        monkeypatch.setattr(sys, "argv", ["ablations.py", *few, "--only", variant, *where])
+    few = ["--reduced", "--preset", "damped", "--phase", "prefill", "--probe-prompts", "0"]
+    rows = []
+    for variant, names in (
+        ("walk_degree", {None, "walk_degree=2", "walk_degree=3"}),
+        ("no causal mask", {"no causal mask"}),
+    ):
+        command = [*few, "--only", variant, "--model", str(model), "--out", str(path)]
+        monkeypatch.setattr(sys, "argv", ["ablations.py", *command])
         ablations.main()
-        return read_results(path).rows
-
-    first = run("walk_degree")
-    assert {row["variant"] for row in first} == {None, "walk_degree=2", "walk_degree=3"}
-    rows = run("no causal mask")
-    assert rows[: len(first)] == first
-    added = rows[len(first) :]
-    assert {row["variant"] for row in added} == {"no causal mask"}
+        before, rows = rows, list(read_results(path).rows)
+        assert rows[: len(before)] == before
+        added = rows[len(before) :]
+        assert {row["variant"] for row in added} == names
     assert all(0.1 < row["measured_density_sparse_layers"] < 0.3 for row in added)

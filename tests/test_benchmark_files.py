@@ -58,18 +58,13 @@ def test_rows_of_several_runs_keep_their_own(load, tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"device": "NVIDIA H100"}, {"versions": {}}, {"ranks": 4}])
-def test_rows_of_another_machine_are_refused(other, load, tmp_path):
-    common, path = load("common"), tmp_path / "some.json"
-    common.add_rows(path, run(1, ranks=2), [], NAMES, "ranks")
-    with pytest.raises(SystemExit, match="must hold results of the same kind"):
-        common.add_rows(path, run(2, ranks=2) | other, [], NAMES, "ranks")
-
-
-def test_a_file_of_one_run_takes_rows_of_another(load, tmp_path):
+def test_rows_of_another_machine_are_refused_and_of_another_run_taken(other, load, tmp_path):
     """The first file is from before rows named the run that measured them."""
     common, path = load("common"), tmp_path / "some.json"
-    common.write_results(path, run(1), [{"phase": "decode", "tokens": 1}])
-    common.add_rows(path, run(2), [{"phase": "decode", "tokens": 2}], NAMES)
+    common.write_results(path, run(1, ranks=2), [{"phase": "decode", "tokens": 1}])
+    with pytest.raises(SystemExit, match="must hold results of the same kind"):
+        common.add_rows(path, run(2, ranks=2) | other, [], NAMES, "ranks")
+    common.add_rows(path, run(2, ranks=2), [{"phase": "decode", "tokens": 2}], NAMES, "ranks")
     assert [row["run"]["command"] for row in read(path)["rows"]] == ["run 1", "run 2"]
 
 

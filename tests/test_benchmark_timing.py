@@ -2,27 +2,20 @@
 
 import ast
 import importlib
-import json
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 CLOCKS = {"perf_counter", "perf_counter_ns", "process_time", "thread_time"}
 POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor", "Thread"}
-# A run of each benchmark that compiles in a pool, with several programs per group.
-RUNS = {
-    "end_to_end": ("--phase", "decode", "--batch", "1"),
-    "scale_out": ("--axis", "one", "--child", "python scale_out.py"),
-    "kernels": ("--op", "selection", "--policy", "streaming"),
-}
+# Benchmarks that compile in a pool.
+POOLED = {"end_to_end", "scale_out", "kernels"}
 
 
 @pytest.fixture
@@ -48,7 +41,7 @@ def test_one_file_has_the_clock_and_the_pool():
     assert "perf_counter" in shared and "ThreadPoolExecutor" in shared
     assert {name for name, found in users.items() if found & CLOCKS} == set()
     assert {name for name, found in users.items() if found & POOLS} == set()
-    assert {name for name, found in users.items() if found & {"compiling", "compiled"}} >= set(RUNS)
+    assert {name for name, found in users.items() if found & {"compiling", "compiled"}} >= POOLED
 
 
 @pytest.fixture
@@ -137,70 +130,3 @@ def test_what_is_not_compiled_in_time_is_left_out(load):
     assert list(common.compiled("ab", str, lambda: 0.0)) == []
     compiled = common.compiled("abc", str.upper, lambda: 60.0, group=2)
     assert [(cell, program()) for cell, program in compiled] == [*zip("abc", "ABC", strict=True)]
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Turns off strict promotion, as JAX's own dense attention mixes types."""
-    was = jax.config.jax_numpy_dtype_promotion
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", was)
-
-
-@pytest.mark.weekly
-@pytest.mark.usefixtures("as_users_run_it")
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_waits_for_its_slowest_program(name, load, monkeypatch, tmp_path):
-    """All programs but the first finish only after the run waits for all of them."""
-    benchmark = load(name)
-    may_end, pending, timed_meanwhile = threading.Event(), set(), []
-    main = threading.current_thread()
-    clock, pool = time.perf_counter, futures.ThreadPoolExecutor
-    submit, shutdown = pool.submit, pool.shutdown
-
-    def slow(make, *arguments):
-        found = make(*arguments)
-        may_end.wait()
-        return found
-
-    counted = []
-
-    def submitting(self, make, *arguments):
-        counted.append(make)
-        if len(counted) == 1:
-            return submit(self, make, *arguments)
-        future = submit(self, slow, make, *arguments)
-        pending.add(future)
-        return future
-
-    def waiting(some, **options):
-        if not pending <= set(some):
-            timed_meanwhile.append("not waited for")
-        may_end.set()
-        return futures.wait(some, **options)
-
-    def ending(self, *arguments, **options):
-        may_end.set()
-        shutdown(self, *arguments, **options)
-
-    def reading():
-        caller = sys._getframe(1).f_code.co_filename
-        is_timer = threading.current_thread() is main and Path(caller).parent == BENCHMARKS
-        if is_timer and any(not future.done() for future in pending):
-            timed_meanwhile.append(caller)
-            may_end.set()
-        return clock()
-
-    monkeypatch.setattr(pool, "submit", submitting)
-    monkeypatch.setattr(pool, "shutdown", ending)
-    monkeypatch.setattr(benchmark.common, "wait", waiting, raising=False)
-    monkeypatch.setattr(time, "perf_counter", reading)
-    out = tmp_path / "selection.json"
-    path = tmp_path if name == "kernels" else out
-    command = [f"{name}.py", "--quick", *RUNS[name], "--out", str(path)]
-    monkeypatch.setattr(sys, "argv", command)
-    benchmark.main()
-    assert timed_meanwhile == []
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    assert len(counted) > 1 and all(row["error"] is None for row in rows)

@@ -10,8 +10,6 @@ from tolerances import tolerance
 
 from sketchwalk_jax import Dense, calibration, generate, init_cache, prefill
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
-from sketchwalk_jax.evaluation import EvaluationConfig
-from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.inference.cache import Density
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.adamas import AdamasConfig, hadamard_transform
@@ -40,22 +38,32 @@ def measured(weights, policy, tokens, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["minference", "flexprefill"])
+@pytest.mark.parametrize("name", ["minference", "flexprefill", "floor"])
 def test_density_is_reached_on_the_prompts_given(weights, name):
-    tokens, lengths = tiny.prompts(320, 200, 270)
-    policy = dataclasses.replace(POLICIES[name], dense_layers=1)
+    if name == "floor":  # the knob alone does not reach the density
+        prompts, density, tolerated = (300,), 0.5, 0.1
+        policy = FlexPrefillConfig(block_size=16, min_budget=128, tau=0.0)
+    else:
+        prompts, density, tolerated = (200, 270), 0.75, 0.05
+        policy = dataclasses.replace(POLICIES[name], dense_layers=1)
+    tokens, lengths = tiny.prompts(320, *prompts)
     options = {"model_config": tiny.MODEL, "tolerance": 0.05, "batch": 2}
-    found = calibrate(weights, tokens, lengths, policy=policy, density=0.75, **options)
-    assert found.density == pytest.approx(0.75, rel=0.05)
-    assert found.tried[0][0] == getattr(policy, policy.knob)  # starts at the published value
+    found = calibrate(weights, tokens, lengths, policy=policy, density=density, **options)
+    assert found.density == pytest.approx(density, rel=tolerated)
     # Calibration takes the knob as an argument; the policy itself must give the same density.
     np.testing.assert_allclose(
         measured(weights, found.policy, tokens, lengths), found.density, **tolerance("scores")
     )
+    if name == "floor":
+        assert 16 <= found.policy.min_budget < 128
+        own = {"gamma": found.policy.gamma, "min_budget": found.policy.min_budget}
+        assert found.settings == {**own, "block_size": 16, "tau": 0.0}
+        return
+    assert found.tried[0][0] == getattr(policy, policy.knob)  # starts at the published value
     assert dataclasses.replace(found.policy, **{policy.knob: found.tried[0][0]}) == policy
     # Other prompts of that length come close to the density.
-    others = tiny.prompts(320, 200, 270, seed=1)
-    assert measured(weights, found.policy, *others) == pytest.approx(0.75, rel=0.2)
+    others = tiny.prompts(320, *prompts, seed=1)
+    assert measured(weights, found.policy, *others) == pytest.approx(density, rel=0.2)
 
 
 def test_floors_are_lowered_until_the_knob_reaches_a_density(monkeypatch):
@@ -77,24 +85,6 @@ def test_floors_are_lowered_until_the_knob_reaches_a_density(monkeypatch):
     assert found.policy.min_budget == 32 and found.policy.gamma == pytest.approx(0.3, rel=0.02)
     assert [floor for _, floor in seen] == sorted((floor for _, floor in seen), reverse=True)
     assert {128, 64, 32} == {floor for _, floor in seen}
-
-
-@pytest.mark.slow
-def test_floors_of_a_model_are_lowered_where_the_knob_does_not_reach(weights):
-    tokens, lengths = tiny.prompts(320, 300)
-    policy = FlexPrefillConfig(block_size=16, min_budget=128, tau=0.0)
-    found = calibrate(weights, tokens, lengths, policy=policy, model_config=tiny.MODEL, density=0.5)
-    assert found.density == pytest.approx(0.5, rel=0.1)
-    assert 16 <= found.policy.min_budget < 128
-    np.testing.assert_allclose(
-        measured(weights, found.policy, tokens, lengths), found.density, **tolerance("scores")
-    )
-    assert found.settings == {
-        "gamma": found.policy.gamma,
-        "min_budget": found.policy.min_budget,
-        "block_size": 16,
-        "tau": 0.0,
-    }
 
 
 def bisect(curve, density, policy=POLICIES["minference"], steps=16):
@@ -124,25 +114,17 @@ def test_density_out_of_reach_is_warned_of(weights):
 
 
 @pytest.mark.unchecked
-def test_wrong_arguments_are_refused(weights):
+@pytest.mark.parametrize(
+    ("policy", "density", "message"),
+    [
+        (by_name("oracle"), 0.2, "policy must have a knob"),
+        (POLICIES["minference"], 0, r"density must be in \(0, 1\], got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(weights, policy, density, message):
     tokens, _ = tiny.prompts(20)
-    with pytest.raises(ValueError, match="policy must have a knob"):
-        calibrate(weights, tokens, policy=by_name("oracle"), model_config=tiny.MODEL, density=0.2)
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 0"):
-        calibrate(
-            weights, tokens, policy=POLICIES["minference"], model_config=tiny.MODEL, density=0
-        )
-
-
-def test_rules_with_a_knob_are_published_until_they_are_calibrated():
-    config = EvaluationConfig(policies=("minference", "streaming"), densities=(0.1, 0.2))
-    rules = config.rules()
-    assert rules[:3] == (DENSE, Rule("minference", None, 0.1), Rule("minference", None, 0.2))
-    assert rules[1].make() == MInferenceConfig()
-    assert [rule.is_calibrated for rule in rules] == [False, True, True, False, False]
-    assert config.phases_of(rules[1].make()) == ("prefill",)
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 2.0"):
-        EvaluationConfig(policies=("flexprefill",), densities=(2.0,))
+    with pytest.raises(ValueError, match=message):
+        calibrate(weights, tokens, policy=policy, model_config=tiny.MODEL, density=density)
 
 
 def fit(tokens, lengths=None, config=ADAMAS):
@@ -161,8 +143,5 @@ def test_thresholds_are_the_quartiles_of_the_keys_of_sparse_layers():
     assert found == dataclasses.replace(ADAMAS, thresholds=found.thresholds)
     padded = np.pad(tokens, ((0, 0), (0, 28)), constant_values=7)
     assert fit(padded, lengths) == found
-
-
-def test_a_model_without_sparse_layers_keeps_what_it_has():
-    config = AdamasConfig(dense_layers=tiny.MODEL.num_layers)
-    assert fit(jnp.zeros((1, 4), jnp.int32), config=config) is config
+    nothing = AdamasConfig(dense_layers=tiny.MODEL.num_layers)  # without sparse layers
+    assert fit(jnp.zeros((1, 4), jnp.int32), config=nothing) is nothing

@@ -79,6 +79,12 @@ def git(project: Path, *arguments: str) -> None:
     subprocess.run(["git", *who, *arguments], cwd=project, check=True)
 
 
+def record(project: Path) -> None:
+    checks_of(project).main(["--record"])
+    git(project, "add", "--all")
+    git(project, "commit", "--quiet", "--message", "Record")
+
+
 def checks_of(project: Path) -> ModuleType:
     """Loads a project's script as a new module."""
     name = "checks_of_a_project"
@@ -141,9 +147,7 @@ BOTH = ["test_one.py", "test_two.py"]
     ],
 )
 def test_a_module_is_stale_where_a_change_can_break_it(project, file, old, new, stale):
-    checks_of(project).main(["--record"])
-    git(project, "add", "--all")
-    git(project, "commit", "--quiet", "--message", "Record")
+    record(project)
     assert checks_of(project).stale() == {}
     text = FILES[file].replace(old, new, 1) if old else new
     assert text != FILES[file]
@@ -158,9 +162,7 @@ def test_the_nearest_modules_come_first_and_some_are_recorded_alone(project, cap
     checks_of(project).main(["--record", "tests/test_one.py"])
     checks_of(project).main([])
     assert capsys.readouterr().out.splitlines() == ["tests/test_two.py (long): never recorded"]
-    checks_of(project).main(["--record"])
-    git(project, "add", "--all")
-    git(project, "commit", "--quiet", "--message", "Record")
+    record(project)
     (project / "tests" / "test_two.py").write_text(FILES["tests/test_two.py"] + "x = 1\n")
     (project / "sketchwalk_jax" / "late.py").write_text("def late(): ...\n")
     checks_of(project).main([])
@@ -179,14 +181,11 @@ def test_the_slowest_modules_are_added_up_over_runs(tmp_path, project):
     assert found == [("tests.test_a", 3.5), ("tests.test_one", 1.0)]
 
 
-def test_every_module_of_this_project_that_is_named_exists(repository):
+def test_every_named_module_of_this_project_exists_and_every_fault_can_be_made(repository):
     checks = checks_of(repository)
     names = {module.stem.removeprefix("test_") for module in checks.test_modules()}
     assert set(checks.EMULATED) <= names
     assert "slow" in checks._marks(repository / "tests" / "test_promises.py")
-
-
-def test_every_fault_can_still_be_made():
     made = os.environ.get(faults.MADE)  # set by the script, which may run a copy of this test
     assert faults.wrong_faults([fault for fault in faults.FAULTS if fault.name != made]) == []
     assert len(faults.FAULTS) >= 40

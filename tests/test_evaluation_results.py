@@ -61,15 +61,10 @@ def test_row_has_every_field_and_densities_of_its_phase():
 def test_densities_count_the_sparse_phase_alone():
     outcome = _outcome(3, losses=np.array([1.0, 2.0, 6.0]))
     densities = {}
+    options = {"tokens": 512, "dense_layers": (0, 1, 2)}
     for phase in ("prefill", "decode", "both"):
-        (row,) = make_rows(
-            outcome,
-            samples("text_loss"),
-            Rule("streaming", None, 0.2),
-            phase=phase,
-            tokens=512,
-            dense_layers=(0, 1, 2),
-        )
+        given = outcome, samples("text_loss"), Rule("streaming", None, 0.2)
+        (row,) = make_rows(*given, phase=phase, **options)
         densities[phase] = row["measured_density_sparse_layers"]
         assert (row["exact"], row["text_loss"]) == (None, 3.0)
         assert row["text_losses"] == [1.0, 2.0, 6.0]
@@ -78,31 +73,27 @@ def test_densities_count_the_sparse_phase_alone():
 
 
 def test_dense_rows_have_density_one():
-    outcome = _outcome(3, is_right=np.ones(3, bool))
-    causal = outcome.density.prefill_causal
+    causal = _outcome(3).density.prefill_causal
     ones = np.broadcast_to(causal, (LAYERS, 3))
-    outcome = Outcome(outcome.is_right, None, Density(ones, causal, 0 * ones, 0 * causal))
-    (row,) = make_rows(
-        outcome, samples("multi_key"), DENSE, phase="both", tokens=512, dense_layers=()
-    )
+    outcome = Outcome(np.ones(3, bool), None, Density(ones, causal, 0 * ones, 0 * causal))
+    options = {"phase": "both", "tokens": 512, "dense_layers": ()}
+    (row,) = make_rows(outcome, samples("multi_key"), DENSE, **options)
     assert row["density"] == row["measured_density_sparse_layers"] == 1
     assert row["measured_density_all_layers"] == 1 and row["mass_recall_by_layer"] is None
     assert row["dense_layers"] is row["decode_bytes_keys"] is None
 
 
 def test_needles_have_rows_by_depth_and_variables_by_hops():
-    some = [
-        dataclasses.replace(one, depth=depth)
-        for one, depth in zip(samples("single_needle", 4), (0.1, 0.9, 0.1, 0.9), strict=True)
-    ]
     outcome = _outcome(4, is_right=np.array([True, False, True, True]))
-    options = {
-        "phase": "both",
-        "tokens": 512,
-        "dense_layers": (0, 1),
-        "probe": Probed([1.0], [0.0]),
-    }
-    rows = make_rows(outcome, some, Rule("streaming", None, 0.2), **options)
+    options = {"phase": "both", "tokens": 512, "dense_layers": (0, 1)}
+    options["probe"] = Probed([1.0], [0.0])
+
+    def rows_of(task, field, values):
+        some = zip(samples(task, 4), values, strict=True)
+        some = [dataclasses.replace(one, **{field: value}) for one, value in some]
+        return make_rows(outcome, some, Rule("streaming", None, 0.2), **options)
+
+    rows = rows_of("single_needle", "depth", (0.1, 0.9, 0.1, 0.9))
     assert [(row["depth"], row["exact"], row["prompts"]) for row in rows] == [
         (None, 0.75, 4),
         (0.1, 1.0, 2),
@@ -110,11 +101,7 @@ def test_needles_have_rows_by_depth_and_variables_by_hops():
     ]
     assert [row["is_right"] for row in rows] == [[1, 0, 1, 1], None, None]
     assert [row["mass_recall"] for row in rows] == [1.0, None, None]
-    some = [
-        dataclasses.replace(one, hops=hops)
-        for one, hops in zip(samples("variable_tracking", 4), (2, 3, 2, 3), strict=True)
-    ]
-    rows = make_rows(outcome, some, Rule("streaming", None, 0.2), **options)
+    rows = rows_of("variable_tracking", "hops", (2, 3, 2, 3))
     assert [(row["hops"], row["is_right"]) for row in rows] == [(2, [1, 1]), (3, [0, 1])]
 
 
@@ -205,17 +192,19 @@ def test_the_code_is_hashed(tmp_path, monkeypatch):
 
 
 RULES = [
-    {"policy": "dense", "preset": None, "variant": None, "density": 1.0, "phases": ["both"]},
-    {"policy": "streaming", "preset": None, "variant": None, "density": 0.2},
+    {"policy": policy, "preset": None, "variant": None, "density": density, "phases": phases}
+    for policy, density, phases in (
+        ("dense", 1.0, ["both"]),
+        ("streaming", 0.2, ["prefill", "decode"]),
+    )
 ]
-RULES[1]["phases"] = ["prefill", "decode"]
 ASKED = {"tokens": [512], "tasks": ["multi_key", "long_decode"], "rules": RULES}
 
 
-def row_of(policy, phase, task, **more):
-    own = {"policy": policy, "phase": phase, "task": task, "tokens": 512, "density": 0.2}
-    own["density"] = 1.0 if policy == "dense" else 0.2
-    return dict.fromkeys(ROW_FIELDS) | own | more
+def row_of(policy, phase, task):
+    density = 1.0 if policy == "dense" else 0.2
+    own = {"policy": policy, "phase": phase, "task": task, "tokens": 512, "density": density}
+    return dict.fromkeys(ROW_FIELDS) | own
 
 
 def test_what_an_evaluation_lacks_is_what_was_asked_for_and_can_be_measured():
@@ -239,15 +228,6 @@ def test_what_an_evaluation_lacks_is_what_was_asked_for_and_can_be_measured():
     # Each model of a file has its own requested rows; old files name none.
     assert len(lacks(whole, asked=[ASKED, ASKED | {"model": "b", "stage": "report"}])) == 5
     assert read({}, rows).missing == () and read({}, rows).asked == 0
-
-
-@pytest.mark.parametrize(
-    "asked", [5, [5], [{}], [ASKED | {"tokens": [[]]}], [ASKED | {"tokens": [*range(10**6)]}]]
-)
-def test_a_file_that_asks_for_nonsense_is_refused(tmp_path, asked):
-    write_results(tmp_path / "x.json", {"asked": asked}, quality_rows.make_rows()[:2])
-    with pytest.raises(ValueError, match="x.json must say what was asked for as `sketchwalk eval`"):
-        read_results(tmp_path / "x.json")
 
 
 def test_rows_add_up_over_runs_and_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -283,9 +263,22 @@ def test_broken_rows_are_refused(change, message):
         check_rows(rows)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"meta": {}, "rows": []}'])
-def test_files_that_are_no_results_are_refused(tmp_path, text):
-    file = tmp_path / "quality.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"quality\.json|rows"):
+ASKED_IN_VAIN = (5, [5], [{}], [ASKED | {"tokens": [[]]}], [ASKED | {"tokens": [*range(10**6)]}])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(text, r"x\.json|rows") for text in ("{", "[]", '{"rows": []}', '{"meta": {}, "rows": []}')]
+    + [
+        ({"asked": asked}, "x.json must say what was asked for as `sketchwalk eval`")
+        for asked in ASKED_IN_VAIN
+    ],
+)
+def test_files_that_are_no_results_are_refused(tmp_path, content, message):
+    file = tmp_path / "x.json"
+    if isinstance(content, str):
+        file.write_text(content)
+    else:
+        write_results(file, content, quality_rows.make_rows()[:2])
+    with pytest.raises(ValueError, match=message):
         read_results(file)

@@ -39,27 +39,30 @@ def test_phases_are_those_in_which_a_policy_selects():
 
 
 def test_fields_are_set_in_every_policy_that_has_them():
-    config = EvaluationConfig(
-        policies=("minference", "streaming"),
-        densities=(0.2,),
-        fields={"dense_layers": 3, "slash": 9},
-    )
+    policies = ("minference", "streaming")
+    fields = {"dense_layers": 3, "slash": 9}
+    config = EvaluationConfig(policies=policies, densities=(0.2,), fields=fields)
     dense, minference, streaming = config.rules()
     assert dense == DENSE and minference.make() == MInferenceConfig(dense_layers=3, slash=9)
     assert streaming.make() == StreamingConfig(density=0.2, dense_layers=3)
-    assert config.describe()["fields"] == {"dense_layers": 3, "slash": 9}
+    assert config.describe()["fields"] == fields
     assert "fields" not in EvaluationConfig().describe()  # as in older files
+
+
+def test_rules_with_a_knob_are_published_until_they_are_calibrated():
+    config = EvaluationConfig(policies=("minference", "streaming"), densities=(0.1, 0.2))
+    rules = config.rules()
+    assert rules[:3] == (DENSE, Rule("minference", None, 0.1), Rule("minference", None, 0.2))
+    assert rules[1].make() == MInferenceConfig()
+    assert [rule.is_calibrated for rule in rules] == [False, True, True, False, False]
+    assert config.phases_of(rules[1].make()) == ("prefill",)
 
 
 def test_reduced_keeps_what_is_given():
     config = EvaluationConfig.reduced(tokens=(1024,), prompts=7)
     assert (config.tokens, config.prompts, config.densities) == ((1024,), 7, (0.2,))
-    assert list(map(str, config.rules())) == [
-        "dense",
-        "streaming 0.2",
-        "quest 0.2",
-        "recommended 0.2",
-    ]
+    names = ["dense", "streaming 0.2", "quest 0.2", "recommended 0.2"]
+    assert list(map(str, config.rules())) == names
     everything = EvaluationConfig(densities=(0.2,))
     all_of_them = EvaluationConfig.reduced(policies=everything.policies, presets=everything.presets)
     assert all_of_them.rules() == everything.rules()
@@ -73,16 +76,25 @@ def test_reduced_keeps_what_is_given():
         ({"policies": ("kascade",)}, r"policies must be one of \('dense', .*, got 'kascade'"),
         ({"phases": ()}, "phases must hold at least one value"),
         ({"densities": (0.1, 0.1)}, "densities must hold at least one value, each once"),
-        (
-            {"fields": {"slash": 9}, "policies": ("oracle",)},
-            "fields must be .*, got 'slash'",
-        ),
+        ({"fields": {"slash": 9}, "policies": ("oracle",)}, "fields must be .*, got 'slash'"),
         ({"fields": {"density": 0.5}}, "fields must be of a policy that is run, got 'density'"),
         ({"fields": {"sketch_dim": 0}}, "sketch_dim must be None or a positive integer, got 0"),
         ({"densities": (2.0,)}, r"density must be in \(0, 1\], got 2.0"),
+        (
+            {"policies": ("flexprefill",), "densities": (2.0,)},
+            r"density must be in \(0, 1\], got 2.0",
+        ),
         ({"tokens": (0,)}, "tokens must be a positive integer, got 0"),
         ({"prompts": 0}, "prompts must be a positive integer, got 0"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"wording": "loud"}, r"wording must be one of \('plain', 'chat'\), got 'loud'"),
+        ({"tries": 0}, "tries must be a positive integer, got 0"),
+        ({"answerable": 1}, "answerable must be True or False, got 1"),
+        ({"density_over": "layers"}, "density_over must be one of"),
+        (
+            {"variants": (Rule("sketchwalk", "paper", 0.2, (("exponent", 4),)),)},
+            "variants must have names of their own",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(fields, message):
@@ -107,9 +119,3 @@ def test_variants_of_one_policy_run_side_by_side():
     old = {"policy": "sketchwalk", "preset": "paper", "phase": "both", "task": "multi_key"}
     old |= {"tokens": 4096, "density": 0.2}  # from a file older than variants
     assert group_key_of(old) == group_key(config.rules()[1], "both", "multi_key", 4096)
-
-
-def test_variants_without_a_name_of_their_own_are_refused():
-    unnamed = Rule("sketchwalk", "paper", 0.2, (("exponent", 4),))
-    with pytest.raises(ValueError, match="variants must have names of their own"):
-        EvaluationConfig(variants=(unnamed,))

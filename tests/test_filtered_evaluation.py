@@ -9,6 +9,7 @@ import checkpoints
 import numpy as np
 import pytest
 import tiny
+from scipy import special
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation import EvaluationConfig, measure, read_text, runner
@@ -81,7 +82,8 @@ def evaluate(model, out: Path, config=CONFIG, **options):
         lengths=check_lengths(config, model_config),
         **options,
     )
-    check_rows(file.rows or [{}]) if file.rows else None
+    if file.rows:
+        check_rows(file.rows)
     return is_finished, file
 
 
@@ -117,12 +119,11 @@ def test_prompts_without_an_answer_are_left_out_for_all(model, answering, tmp_pa
 
 @pytest.mark.slow
 def test_kept_prompts_do_not_depend_on_the_batch(model, answering, tmp_path):
-    config = dataclasses.replace(CONFIG, tasks=("single_needle",), policies=("dense",), fields={})
+    own = {"tasks": ("single_needle",), "policies": ("dense",), "fields": {}}
     found = []
     for batch in (1, 4):
-        _, file = evaluate(
-            model, tmp_path / f"{batch}.json", dataclasses.replace(config, batch=batch)
-        )
+        config = dataclasses.replace(CONFIG, batch=batch, **own)
+        _, file = evaluate(model, tmp_path / f"{batch}.json", config)
         found.append(file.rows)
         assert file.drawn("single_needle", TOKENS)
     assert found[0] == found[1]
@@ -174,21 +175,6 @@ def test_a_call_stops_in_time_and_the_next_goes_on(model, answering, tmp_path, m
     whole = evaluate(model, tmp_path / "whole.json")[1]
     rows = json.loads(out.read_text())["rows"]
     assert sorted(map(str, rows)) == sorted(map(str, json.loads(json.dumps(whole.rows))))
-
-
-@pytest.mark.unchecked
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"wording": "loud"}, r"wording must be one of \('plain', 'chat'\), got 'loud'"),
-        ({"tries": 0}, "tries must be a positive integer, got 0"),
-        ({"answerable": 1}, "answerable must be True or False, got 1"),
-        ({"density_over": "layers"}, "density_over must be one of"),
-    ],
-)
-def test_wrong_settings_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        EvaluationConfig(**fields)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -256,14 +242,13 @@ def test_long_decoding_is_that_of_decode_steps():
     dense = found[DENSE, "both"]
     assert dense.losses.shape == (1,) and dense.divergences[0] == pytest.approx(0, abs=1e-6)
     assert dense.agreements == 1
+    layers = range(2, model_config.num_layers)
     for phase in ("decode", "both"):
         np.testing.assert_allclose(found[full, phase].losses, dense.losses, rtol=1e-4)
         np.testing.assert_allclose(found[full, phase].divergences, 0, atol=1e-4)
         assert found[rule, phase].divergences[0] > 1e-3
         assert found[full, phase].agreements == 1 and found[rule, phase].agreements < 1
-        density = found[rule, phase].measured_density(
-            "decode", np.ones(1, bool), layers=range(2, model_config.num_layers)
-        )
+        density = found[rule, phase].measured_density("decode", np.ones(1, bool), layers=layers)
         assert density == pytest.approx(0.35, abs=0.08)
     for key in ((rule, "both"), (rule, "decode")):
         losses = _stepped(params, model_config, tokens, *key)
@@ -271,16 +256,14 @@ def test_long_decoding_is_that_of_decode_steps():
 
 
 def _stepped(params, model_config, tokens, rule, phase):
-    """Computes losses of the decoded tokens after the first, with `prefill` and `forward`."""
+    """Computes losses of the decoded tokens after the first, with `prefill` and `decode_step`."""
     config = rule.make()
-    options = {"model_config": model_config, "policy": config}
-    options |= {} if rule == DENSE else {"phase": phase}
+    options = {"model_config": model_config, "policy": config, "phase": phase}
     cache = sw.init_cache(model_config, config, batch=1, max_tokens=640)
     _, cache = sw.prefill(params, tokens[None, :488], cache, **options)
     losses = []
     for place in range(488, len(tokens) - 1):
         logits, cache = sw.decode_step(params, tokens[place : place + 1], cache, **options)
-        log_p = np.asarray(logits[0], np.float64)
-        losses.append(np.log(np.exp(log_p - log_p.max()).sum()) + log_p.max())
-        losses[-1] -= log_p[tokens[place + 1]]
+        log_p = special.log_softmax(np.asarray(logits[0], np.float64))
+        losses.append(-log_p[tokens[place + 1]])
     return np.array(losses)

@@ -13,6 +13,7 @@ import checkpoints
 import jax
 import numpy as np
 import pytest
+from scipy import special
 from tolerances import tolerance
 
 from sketchwalk_jax import forward, generate, load
@@ -22,8 +23,6 @@ from sketchwalk_jax.policies import POLICIES, by_name, has_knob
 NUM_LAYERS, SIZE, WIDTH = 3, 16, 176
 TEXTS = ("Walk with me. " * 9 + "Now", "A sketch", "Scout before you attend, " * 4 + "and")
 BLOCKS = {"block_size": SIZE, "density": 0.4}
-
-needs_harness = pytest.mark.usefixtures("harness")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,8 @@ def without_harness(monkeypatch):
     modules["lm_eval.api.model"].TemplateLM = object
     modules["lm_eval.api.registry"].register_model = lambda name: lambda made: made
     modules["lm_eval.models.utils"].normalize_gen_kwargs = None
-    modules["lm_eval.utils"].get_rolling_token_windows = None
-    modules["lm_eval.utils"].make_disjoint_window = None
+    for name in ("get_rolling_token_windows", "make_disjoint_window"):
+        setattr(modules["lm_eval.utils"], name, None)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "sketchwalk_jax.evaluation.harness", raising=False)
@@ -77,20 +76,18 @@ def padded(text):
     return np.pad(tokens, (0, WIDTH - len(tokens)))[None], np.array([len(tokens)], np.int32)
 
 
-def direct(checkpoint, text, count, config, **options):
-    """Returns the bytes with which `generate` continues a text."""
+def check_score(checkpoint, policy, text, continuation, logprob, is_best):
+    """Checks a continuation's log-likelihood against the logits of `forward`."""
     params, model_config = load(checkpoint)
-    tokens, lengths = padded(text)
-    out = generate(
-        params,
-        tokens,
-        lengths=lengths,
-        model_config=model_config,
-        policy=config,
-        max_new_tokens=count,
-        **options,
-    )
-    return bytes(np.asarray(out.tokens)[0, : int(out.lengths[0])].astype(np.uint8)), out
+    tokens, lengths = padded((text + continuation)[:-1])
+    options = {"lengths": lengths, "model_config": model_config, "policy": policy}
+    logits = np.asarray(forward(params, tokens, **options)[0, : lengths[0]], np.float64)
+    targets = encoded(continuation)
+    logprobs = special.log_softmax(logits[-len(targets) :], axis=-1)
+    wanted = logprobs[np.arange(len(targets)), targets].sum()
+    np.testing.assert_allclose(logprob, wanted, **tolerance("logits"))
+    assert is_best == bool((logprobs.argmax(-1) == targets).all())
+    return logits
 
 
 @pytest.mark.parametrize(
@@ -102,19 +99,23 @@ def direct(checkpoint, text, count, config, **options):
     ],
 )
 def test_text_is_what_generate_writes_one_by_one(harness, checkpoint, policy, phase):
-    options = {"policy": policy, "phase": phase, **BLOCKS}
-    lm = harness.SketchWalkLM(checkpoint, batch_size=2, **options)
+    lm = harness.SketchWalkLM(checkpoint, batch_size=2, policy=policy, phase=phase, **BLOCKS)
     assert lm.policy == by_name(policy, **BLOCKS)
+    params, model_config = load(checkpoint)
+    options = {"model_config": model_config, "policy": lm.policy, "phase": phase}
     counts = (9, 5 if policy == "dense" else 9, 9)
     asked = [(text, {"max_gen_toks": n}) for text, n in zip(TEXTS, counts, strict=True)]
     found = lm.generate_until(requests(*asked), disable_tqdm=True)
     attended, causal = 0.0, 0.0
     for text, count, answer in zip(TEXTS, counts, found, strict=True):
-        wanted, out = direct(checkpoint, text, count, lm.policy, phase=phase)
+        tokens, lengths = padded(text)
+        out = generate(params, tokens, lengths=lengths, max_new_tokens=count, **options)
+        wanted = bytes(np.asarray(out.tokens)[0, : int(out.lengths[0])].astype(np.uint8))
         assert answer == wanted.decode(errors="replace")
-        pairs = out.measured_density.prefill_pairs + out.measured_density.decode_pairs
+        density = out.measured_density
+        pairs = density.prefill_pairs + density.decode_pairs
         attended += np.asarray(pairs, np.float64).mean(0).sum()
-        causal += float(sum(getattr(out.measured_density, f"{x}_causal")[0] for x in lm._pairs))
+        causal += float(density.prefill_causal[0] + density.decode_causal[0])
     # Padding of the last batch is not counted.
     total = {phase: pairs for phase, (_, pairs) in lm._pairs.items()}
     assert sum(total.values()) == causal
@@ -157,25 +158,13 @@ def test_log_likelihoods_are_those_of_the_logits(harness, checkpoint, policy):
     lm = harness.SketchWalkLM(checkpoint, policy=policy, batch_size=2, max_length=160, **BLOCKS)
     pairs = [(TEXTS[0], "and on"), (TEXTS[1], "e" * 40), ("", "alone"), (TEXTS[2], " ")]
     found = lm.loglikelihood(requests(*pairs), disable_tqdm=True)
-    params, model_config = load(checkpoint)
-
-    def logits_of(text):
-        tokens, lengths = padded(text)
-        options = {"lengths": lengths, "model_config": model_config, "policy": lm.policy}
-        return np.asarray(forward(params, tokens, **options)[0, : lengths[0]], np.float64)
-
-    for (context, continuation), (logprob, is_best) in zip(pairs, found, strict=True):
-        text = (context or "\x01") + continuation  # byte 1 begins and ends texts here
-        logits = logits_of(text[:-1])[-len(continuation) :]
-        targets = encoded(continuation)
-        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        wanted = logprobs[np.arange(len(targets)), targets].sum()
-        np.testing.assert_allclose(logprob, wanted, **tolerance("logits"))
-        assert is_best == bool((logits.argmax(-1) == targets).all())
-    best = logits_of(TEXTS[0])[-1].argmax()
-    asked = requests((TEXTS[0], bytes([best]).decode("latin-1")))
-    if best < 128:
-        assert lm.loglikelihood(asked, disable_tqdm=True)[0][1]
+    for (context, continuation), score in zip(pairs, found, strict=True):
+        text = context or "\x01"  # byte 1 begins and ends texts here
+        logits = check_score(checkpoint, lm.policy, text, continuation, *score)
+        best = logits[-len(continuation)].argmax()
+        asked = requests((text, bytes([best]).decode("latin-1")))
+        if best < 128:
+            assert lm.loglikelihood(asked, disable_tqdm=True)[0][1]
 
 
 def test_rolling_log_likelihoods_count_every_token_once(harness, checkpoint):
@@ -195,7 +184,7 @@ def test_rolling_log_likelihoods_count_every_token_once(harness, checkpoint):
     np.testing.assert_allclose(found, [wanted], **tolerance("logits"))
 
 
-def test_every_policy_has_its_name_and_what_it_needs_of_the_model(harness, checkpoint):
+def test_every_policy_has_its_name_and_what_it_needs_of_the_model(harness, checkpoint, tmp_path):
     for policy in POLICIES:
         density = {} if has_knob(by_name(policy)) else {"density": 0.4}
         lm = harness.SketchWalkLM(checkpoint, policy=policy, max_length=256, **density)
@@ -207,13 +196,11 @@ def test_every_policy_has_its_name_and_what_it_needs_of_the_model(harness, check
         assert ("thresholds" in info["policy_fields"]) == (policy == "adamas")
     given = {"policy": "adamas", "thresholds": [-1.0, 0.0, 1.0]}
     assert harness.SketchWalkLM(checkpoint, **given).policy.thresholds == (-1.0, 0.0, 1.0)
-
-
-def test_a_density_calibrates_a_knob(harness, tmp_path):
+    # A density calibrates a knob.
     checkpoints.write_checkpoint(tmp_path, tokenizer=True, max_position_embeddings=2048)
     options = {"policy": "minference", "density": 0.9, "block_size": SIZE}
-    lm = harness.SketchWalkLM(str(tmp_path), **options)
-    assert lm.policy.scale != by_name("minference").scale
+    calibrated = harness.SketchWalkLM(str(tmp_path), **options).policy
+    assert calibrated.scale != by_name("minference").scale
 
 
 @pytest.mark.unchecked
@@ -235,13 +222,11 @@ def test_wrong_arguments_are_named(harness, checkpoint, options, message):
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize(
-    "options", [{"policy": "quest"}, {"policy": "sketchwalk", "phase": "decode"}]
-)
-def test_log_likelihoods_of_what_is_dense_in_prefill_are_refused(harness, checkpoint, options):
-    lm = harness.SketchWalkLM(checkpoint, **options)
-    with pytest.raises(NotImplementedError, match="selects in prefill, or densely"):
-        lm.loglikelihood(requests(("a", "b")), disable_tqdm=True)
+def test_log_likelihoods_of_what_is_dense_in_prefill_are_refused(harness, checkpoint):
+    for options in ({"policy": "quest"}, {"policy": "sketchwalk", "phase": "decode"}):
+        lm = harness.SketchWalkLM(checkpoint, **options)
+        with pytest.raises(NotImplementedError, match="selects in prefill, or densely"):
+            lm.loglikelihood(requests(("a", "b")), disable_tqdm=True)
 
 
 def test_conversations_follow_the_template(harness, checkpoint):
@@ -256,7 +241,7 @@ def test_conversations_follow_the_template(harness, checkpoint):
 
 
 @pytest.mark.slow
-@needs_harness
+@pytest.mark.usefixtures("harness")
 def test_the_harness_runs_tasks_from_its_own_command_line(
     checkpoint, tmp_path, program_environment
 ):
@@ -318,28 +303,21 @@ def test_batches_are_filled_up_and_unknown_options_are_named(without_harness):
 
 def test_scores_are_those_of_the_logits(without_harness, checkpoint):
     params, model_config = load(checkpoint)
-    config = by_name("sketchwalk", **BLOCKS, min_tokens=4 * SIZE)
+    policy = by_name("sketchwalk", **BLOCKS, min_tokens=4 * SIZE)
     pairs = [(TEXTS[0], "and on"), (TEXTS[2], " ")]
     tokens, lengths = (
         np.concatenate(parts)
         for parts in zip(*(padded((one + other)[:-1]) for one, other in pairs), strict=True)
     )
-    sums, is_best, density = without_harness.score_continuations(
+    *scores, density = without_harness.score_continuations(
         params,
         tokens,
         lengths,
         [encoded(other).tolist() for _, other in pairs],
-        settings=Settings(model_config=model_config, policy=config),
+        settings=Settings(model_config=model_config, policy=policy),
     )
-    options = {"lengths": lengths, "model_config": model_config, "policy": config}
-    logits = np.asarray(forward(params, tokens, **options), np.float64)
-    for row, (_, continuation) in enumerate(pairs):
-        targets = encoded(continuation)
-        own = logits[row, lengths[row] - len(targets) : lengths[row]]
-        logprobs = own - np.log(np.exp(own).sum(-1, keepdims=True))
-        wanted = logprobs[np.arange(len(targets)), targets].sum()
-        np.testing.assert_allclose(sums[row], wanted, **tolerance("logits"))
-        assert is_best[row] == bool((own.argmax(-1) == targets).all())
+    for pair, logprob, is_best in zip(pairs, *scores, strict=True):
+        check_score(checkpoint, policy, *pair, logprob, is_best)
     assert np.all(np.asarray(density.prefill)[2:] < 1)
 
 

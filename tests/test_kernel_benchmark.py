@@ -6,23 +6,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-FIELDS = {
-    "op",
-    "batch",
-    "tokens",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "density",
-    "dtype",
-    "block_size",
-    "ours_ms",
-    "ours_ms_iqr",
-    "peer",
-    "peer_ms",
-    "peer_ms_iqr",
-    "ratio",
-}
+FIELDS = {"op", "batch", "tokens", "num_heads", "num_kv_heads", "head_dim", "density", "dtype"}
+FIELDS |= {"block_size", "ours_ms", "ours_ms_iqr", "peer", "peer_ms", "peer_ms_iqr", "ratio"}
 XLA_FLAGS = "--xla_backend_optimization_level=0"
 OPS = {
     "prefill": {"tflops", "attended_pairs"},
@@ -31,13 +16,10 @@ OPS = {
     "scores": {"tflops"},
     "lists": {"tb_per_s"},
 }
-PHASES = {
-    "dense": {"prefill", "decode"},
-    "streaming": {"prefill", "decode"},
-    "quest": {"prefill", "decode"},  # it gathers statistics of prompts
-    "minference": {"prefill"},
-    "sketchwalk": {"prefill", "decode"},
-}
+BOTH = {"prefill", "decode"}
+# Quest gathers statistics of prompts.
+PHASES = {"dense": BOTH, "streaming": BOTH, "quest": BOTH, "minference": {"prefill"}}
+PHASES |= {"sketchwalk": BOTH}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,26 +95,21 @@ def test_products_and_gradients_are_measured_and_checked(measure):
     assert row["is_bit_equal"] and max(row["relative_errors"]) < 0.02
 
 
-def test_every_policy_is_timed_in_its_phases(policies):
-    assert all(row["error"] is None for row in policies["rows"])
-    found = {}
+def test_every_policy_is_timed_in_its_phases_with_lists_and_statistics(policies):
+    found, knobs = {}, {}
     for row in policies["rows"]:
-        found.setdefault(row["policy"], set()).add(row["phase"])
-    assert found == PHASES
-
-
-def test_what_selects_has_lists_and_what_keeps_statistics_observes(policies):
-    for row in policies["rows"]:
-        selects = row["policy"] != "dense" and (row["policy"], row["phase"]) != (
-            "quest",
-            "prefill",
-        )
+        assert row["error"] is None
+        name, phase = row["policy"], row["phase"]
+        found.setdefault(name, set()).add(phase)
+        selects = name != "dense" and (name, phase) != ("quest", "prefill")
         assert (row["selection_ms"] is not None) == selects
-        assert (row["observe_ms"] is not None) == (row["policy"] in ("quest", "sketchwalk"))
+        assert (row["observe_ms"] is not None) == (name in ("quest", "sketchwalk"))
         assert (row["num_lists"] is not None) == selects
         if selects:
             assert row["selection_ms"] > 0 and row["attention_ms"] > 0
             assert 0.05 < row["measured_density"] <= 0.5
         assert row["num_lists"] in (None, 1, row["num_heads"])
-    knob = {row["policy"]: row["settings"] for row in policies["rows"] if row["settings"]}
-    assert list(knob) == ["minference"] and knob["minference"]["scale"] > 0
+        if row["settings"]:
+            knobs[name] = row["settings"]
+    assert found == PHASES
+    assert list(knobs) == ["minference"] and knobs["minference"]["scale"] > 0

@@ -3,6 +3,7 @@
 import re
 import sys
 
+import guides
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +18,9 @@ SIZE = 16
 FILES = {"twin": "block_maxima", "kernel": "block_maxima_kernel", "choice": "kernel_maxima"}
 
 
-def page(repository):
-    return (repository / "pallas_kernels" / "README.md").read_text(encoding="utf-8")
-
-
 def block(repository, name):
     """Returns the Python block after `<!-- name -->` of the guide."""
-    found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", page(repository), re.DOTALL)
-    assert found is not None, f"the guide has no block {name}"
-    return found[1]
+    return guides.block(repository / "pallas_kernels" / "README.md", name)
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +96,8 @@ def test_the_case_compiles_for_hopper_without_spills(folder):
     assert_compiled(kernels, threads=1024)
 
 
-def test_links_of_the_guide_lead_somewhere_and_name_every_file(repository):
-    targets = set(re.findall(r"\]\(([^)#\s]+)\)", page(repository)))
+def test_the_guide_links_to_every_file(repository):
     home = repository / "pallas_kernels"
-    assert not [target for target in targets if not (home / target).exists()]
+    text = (home / "README.md").read_text(encoding="utf-8")
     files = {path.name for path in home.glob("*.py")} - {"__init__.py"}
-    assert files <= targets
+    assert files <= set(re.findall(r"\]\(([^)#\s]+)\)", text))

@@ -1,4 +1,4 @@
-"""Phases, batches and shared prefills against `generate`, `forward`, `prefill`, `decode_step`."""
+"""Phases, batches and shared prefills against `forward`, `prefill` and `decode_step`."""
 
 import dataclasses
 
@@ -70,18 +70,12 @@ def _run(weights, some, answers, *, batch=3, wanted=WANTED):
     in_prefill = some[0].task in WITHIN
     scored = {}
     for kind in ("prefill", "decode"):
-        found = [
-            array
-            for (_, name), arrays in answers.items()
-            if name.endswith(kind)
-            for array in arrays
-        ]
-        keys = [
-            key
-            for key in outcomes
-            if (in_prefill and (key[0] == DENSE or key[1] == "prefill")) == (kind == "prefill")
-        ]
-        scored |= dict(zip(keys, found, strict=True))
+        found = (x for (_, name), some in answers.items() if name.endswith(kind) for x in some)
+        for key in outcomes:
+            is_prefilled = in_prefill and (key[0] == DENSE or key[1] == "prefill")
+            if is_prefilled == (kind == "prefill"):
+                scored[key] = next(found)
+        assert next(found, None) is None
     return outcomes, scored, prompts
 
 
@@ -134,21 +128,6 @@ def test_answers_are_written_as_by_prefill_and_decode_step(weights, answers, rul
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_generate_in_every_phase(weights, answers):
-    some = samples("multi_key")
-    tokens, lengths = _padded(some)
-    _, scored, prompts = _run(weights, some, answers)
-    for (rule, phase), following in scored.items():
-        options = {"policy": rule.make(), "phase": phase, "max_new_tokens": 16}
-        made = sw.generate(weights, tokens, lengths=lengths, model_config=MODEL, **options)
-        for row in range(3):
-            count = prompts.num_steps[row] + 1
-            np.testing.assert_array_equal(
-                following[row, :count], made.tokens[row, :count], err_msg=f"{rule} {phase}"
-            )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_within_the_prompt_are_scored_as_forward_does(weights, answers, rule):
     wanted = {DENSE: ("both",), rule: PHASES}
@@ -192,18 +171,13 @@ def test_full_density_equals_dense(weights, answers, task):
     wanted = {DENSE: ("both",), FULL: PHASES}
     some = samples(task)
     outcomes, scored, prompts = _run(weights, some, answers, wanted=wanted)
-    dense = scored[DENSE, "both"]
+    dense, layers = scored[DENSE, "both"], range(2, MODEL.num_layers)
+    # Dense attention reads the answer's tokens; decoding may differ after the first.
+    is_read = task in WITHIN and task != "text_loss"
     for phase in PHASES:
-        found = scored[FULL, phase]
-        assert (
-            outcomes[FULL, phase].measured_density(
-                phase, np.ones(3, bool), layers=range(2, MODEL.num_layers)
-            )
-            == 1
-        )
+        found, outcome = scored[FULL, phase], outcomes[FULL, phase]
+        assert outcome.measured_density(phase, np.ones(3, bool), layers=layers) == 1
         for row in range(3):
-            # Dense attention reads the answer's tokens; decoding may differ after the first.
-            is_read = task in WITHIN and task != "text_loss"
             start = prompts.num_forced[row] if is_read and phase != "prefill" else 0
             size = 1 if is_read else {"text_loss": 64}.get(task, prompts.num_steps[row] + 1)
             np.testing.assert_allclose(found[row, start : start + size], dense[row, :size], **CLOSE)
@@ -229,19 +203,20 @@ def test_batch_equals_one_by_one(weights, answers, task):
 def test_attention_is_sparse_only_in_the_phase_named(weights, answers, task):
     wanted = {DENSE: ("both",), SPARSE: PHASES}
     outcomes, *_ = _run(weights, samples(task), answers, wanted=wanted)
-    everything = np.ones(3, bool)
+
+    def density_of(outcome, part, first=2):
+        layers = range(first, MODEL.num_layers)
+        return outcome.measured_density(part, np.ones(3, bool), layers=layers)
+
     for phase in PHASES:
         outcome = outcomes[SPARSE, phase]
         for part in ("prefill", "decode"):
-            density = outcome.measured_density(part, everything, layers=range(2, MODEL.num_layers))
+            density = density_of(outcome, part)
             if density is None:
                 assert task in WITHIN and part == "decode" and phase == "prefill"
             elif phase in ("both", part):
                 assert 0.1 < density < 0.8
             else:
                 assert density == 1
-        every_layer = outcome.measured_density("both", everything, layers=range(MODEL.num_layers))
-        sparse_layers = outcome.measured_density(
-            "both", everything, layers=range(2, MODEL.num_layers)
-        )
-        assert every_layer == pytest.approx((1 + sparse_layers) / 2)
+        of_all = density_of(outcome, "both", first=0)
+        assert of_all == pytest.approx((1 + density_of(outcome, "both")) / 2)

@@ -75,12 +75,16 @@ def test_a_density_is_fitted_with_the_plan():
 
 
 @pytest.mark.unchecked
-def test_prompts_that_tell_nothing_are_refused():
-    call = {"model_config": MODEL, "policy": SMALL}
-    with pytest.raises(ValueError, match="prompts must hold at least one prompt"):
-        make_plan(tiny.params(model=MODEL), [], **call)
-    with pytest.raises(ValueError, match="must have at least 160 tokens, got one of 159"):
-        make_plan(tiny.params(model=MODEL), [np.zeros(159, np.int32)], **call)
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts must hold at least one prompt"),
+        ([np.zeros(159, np.int32)], "must have at least 160 tokens, got one of 159"),
+    ],
+)
+def test_prompts_that_tell_nothing_are_refused(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(tiny.params(model=MODEL), prompts, model_config=MODEL, policy=SMALL)
 
 
 def test_prompts_are_of_several_tasks_and_never_twice_the_same(tmp_path):

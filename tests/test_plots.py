@@ -9,6 +9,7 @@ import pytest
 
 matplotlib.use("Agg")
 from cases import draw_lists, pack_lists
+from drawn import shown
 from matplotlib import pyplot
 
 from sketchwalk_jax import BlockSelection, Density
@@ -32,11 +33,6 @@ def draw_selection(*, num_layers: int, batch: int, num_lists: int, num_rows: int
     return mask, BlockSelection(ids, counts, SIZE)
 
 
-def shown(axis) -> np.ndarray:
-    """Returns the array behind a panel, with NaN where nothing is drawn."""
-    return np.ma.filled(axis.get_images()[0].get_array(), np.nan)
-
-
 @pytest.mark.parametrize("num_lists", [1, 4])
 def test_block_map_is_the_share_of_lists_that_hold_a_block(num_lists):
     mask, selection = draw_selection(num_layers=3, batch=2, num_lists=num_lists, num_rows=6)
@@ -46,16 +42,13 @@ def test_block_map_is_the_share_of_lists_that_hold_a_block(num_lists):
         np.testing.assert_allclose(block_map(selection, sequence=sequence), expected, rtol=1e-6)
 
 
-def test_block_map_of_one_layer_has_a_layer_axis():
-    mask, selection = draw_selection(num_layers=2, batch=1, num_lists=1, num_rows=4)
-    one = BlockSelection(selection.ids[1], selection.counts[1], SIZE)
-    np.testing.assert_array_equal(block_map(one)[0], block_map(selection)[1])
-
-
-def test_block_map_of_a_continued_prompt_starts_at_its_first_block():
-    mask, selection = draw_selection(num_layers=1, batch=1, num_lists=1, num_rows=6)
-    rows = BlockSelection(selection.ids[..., 4:, :], selection.counts[..., 4:], SIZE)
-    np.testing.assert_array_equal(block_map(rows, first_block=4)[0], block_map(selection)[0, 4:])
+def test_block_map_takes_one_layer_and_a_continued_prompt():
+    _, selection = draw_selection(num_layers=2, batch=1, num_lists=1, num_rows=6)
+    ids, counts = selection.ids[1], selection.counts[1]
+    whole = block_map(selection)[1]
+    np.testing.assert_array_equal(block_map(BlockSelection(ids, counts, SIZE))[0], whole)
+    rows = BlockSelection(ids[..., 4:, :], counts[..., 4:], SIZE)
+    np.testing.assert_array_equal(block_map(rows, first_block=4)[0], whole[4:])
 
 
 def test_grid_has_a_numbered_panel_for_every_layer():
@@ -97,12 +90,9 @@ def test_wrong_choices_are_refused(options, message):
     _, selection = draw_selection(num_layers=2, batch=1, num_lists=1, num_rows=5)
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         plot_block_map(selection, **options)
-
-
-def test_wrong_shapes_are_refused():
-    selection = BlockSelection(np.zeros((1, 4, 2), np.int32), np.ones((1, 4), np.int32), SIZE)
-    with pytest.raises(ValueError, match=r"selection must have ids .* got \(1, 4, 2\)"):
-        block_map(selection)
+    wrong = BlockSelection(selection.ids[0, 0], selection.counts[0, 0], SIZE)
+    with pytest.raises(ValueError, match=r"selection must have ids .* got \(1, 5, 3\) and"):
+        block_map(wrong)
 
 
 def density(decoded: float) -> Density:
@@ -115,16 +105,13 @@ def density(decoded: float) -> Density:
     )
 
 
-def test_density_of_both_phases_is_drawn_by_layer():
+def test_density_is_drawn_by_layer_for_each_phase_with_tokens():
     (axis,) = plot_density(density(1.0), title="Density").axes
     lines = {line.get_label(): line.get_ydata() for line in axis.get_lines()}
     np.testing.assert_allclose(lines["prefill"], [1.0, 0.25])
     np.testing.assert_allclose(lines["decode"], [1.0, 0.5])
     np.testing.assert_allclose(lines["all together: 64.6%"], 62 / 96)
     assert axis.get_title() == "Density"
-
-
-def test_phase_without_tokens_is_not_drawn():
     (axis,) = plot_density(density(0.0)).axes
     labels = [line.get_label() for line in axis.get_lines()]
     assert labels == ["prefill", "all together: 62.5%"]

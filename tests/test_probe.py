@@ -124,10 +124,8 @@ def test_decode_equals_numpy(weights):
     np.testing.assert_array_less(full.by_layer()[1], 1e-5)
     positions = range(start, start + told)
     kept = [
-        sum(
-            min(SIZE, position + 1 - SIZE * block) for block in _kept_by_streaming(position // SIZE)
-        )
-        for position in positions
+        sum(min(SIZE, place + 1 - SIZE * block) for block in _kept_by_streaming(place // SIZE))
+        for place in positions
     ]
     by_token = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4  # in two sparse layers
     for one, read in ((sums, kept), (full, [position + 1 for position in positions])):
@@ -136,17 +134,15 @@ def test_decode_equals_numpy(weights):
         assert (metadata > 0) == (one is full)  # sketches; streaming reads none
 
 
-def test_prompts_are_not_decoded(weights):
-    tokens, lengths = prompts(LENGTH)
-    sums, _ = _probe(weights, tokens, lengths)
-    assert not np.any(sums.read)
-
-
 def test_full_selection_holds_everything_and_partial_selection_does_not(weights):
     tokens, lengths = prompts(LENGTH, 200)
-    recall, error = _probe(weights, tokens, lengths, FULL)[0].by_layer()
+    sums, _ = _probe(weights, tokens, lengths, FULL)
+    recall, error = sums.by_layer()
     np.testing.assert_allclose(recall, 1, rtol=1e-6)
     np.testing.assert_array_less(error, 1e-5)
+    assert not np.any(sums.read)  # prompts are not decoded
+    nothing = jax.tree.map(np.zeros_like, sums)  # a policy that was not measured
+    assert nothing.by_layer() == ([], []) and nothing.bytes_per_token() is None
     for policy in (STREAMING, DAMPED):
         recall, error = _probe(weights, tokens, lengths, policy)[0].by_layer()
         assert max(recall) < 0.999 and min(error) > 1e-3
@@ -158,20 +154,9 @@ def test_sequences_of_a_batch_add_up(weights):
     for row in range(2):
         alone, _ = _probe(weights, tokens[row : row + 1], lengths[row : row + 1], DAMPED)
         for field in dataclasses.fields(together):
-            np.testing.assert_allclose(
-                getattr(together, field.name)[..., row],
-                getattr(alone, field.name)[..., 0],
-                rtol=2e-4,
-            )
+            own = (getattr(x, field.name)[..., i] for x, i in ((together, row), (alone, 0)))
+            np.testing.assert_allclose(*own, rtol=2e-4)
     np.testing.assert_array_equal(together.queries[0], lengths)
-
-
-def test_policy_that_was_not_measured_has_no_layers(weights):
-    tokens, lengths = prompts(LENGTH)
-    sums, _ = _probe(weights, tokens, lengths)
-    nothing = jax.tree.map(np.zeros_like, sums)
-    assert nothing.by_layer() == ([], [])
-    assert nothing.bytes_per_token() is None
 
 
 # Four query heads in two groups; a key has 8 channels of 2 bytes: 16 bytes.
@@ -184,25 +169,6 @@ def selection_of(lists, size):
     ids = [[*one, *[99] * (width - len(one))] for one in lists]
     counts = jnp.array([[[len(one)] for one in lists]], jnp.int32)
     return BlockSelection(jnp.array(ids, jnp.int32)[None, :, None], counts, size)
-
-
-def test_a_group_reads_the_union_of_its_lists():
-    # At position 36 with pages of 16 tokens, page 2 has 5.
-    selection = selection_of([[0], [0, 2], [1, 2], [0, 1]], 16)
-    positions = jnp.array([36], jnp.int32)
-    # Heads 0 and 1 read pages 0 and 2: 21 tokens. Heads 2 and 3 read pages 0, 1, 2: 37.
-    assert tokens_read(selection, positions, num_kv_heads=2).tolist() == [58]
-    found = decode_bytes(by_name("quest"), selection, positions, shape=LAYER)
-    # Metadata: two vectors for each of three pages and two heads, an eighth of 48 keys.
-    assert found.tolist() == [[58 * 16], [58 * 16], [2 * 3 * 2 * 16]]
-
-
-def test_shared_lists_are_read_by_every_key_head():
-    positions = jnp.array([36], jnp.int32)
-    assert tokens_read(selection_of([[1, 2]], 16), positions, num_kv_heads=2).tolist() == [42]
-    by_group = selection_of([[1, 2], [0]], 16)
-    assert tokens_read(by_group, positions, num_kv_heads=2).tolist() == [21 + 16]
-    assert tokens_read(selection_of([[], []], 16), positions, num_kv_heads=2).tolist() == [0]
 
 
 def test_dense_reads_all_keys_and_the_oracle_looks_at_them():

@@ -44,30 +44,23 @@ class _Digits:
         return "".join(map(chr, tokens))
 
 
-def _generated(prompts, text: str) -> np.ndarray:
-    """Returns the likeliest tokens of a model that writes `text` as the answer."""
-    following = np.zeros((2, 97), np.int32)
-    start = prompts.num_forced[0]
-    codes = list(text.encode())
-    following[0, start : start + len(codes)] = codes
-    return following
-
-
 @pytest.mark.parametrize("task", ["multi_key", "mid_prompt"])
 @pytest.mark.parametrize(
     ("text", "is_right"),
-    [
-        ("12345. ", True),
-        ("12345\0\0", True),
-        ("12344.", False),
-        ("123456.", False),
-        ("1234\x015", False),
-        ("12345\x0178", True),
-    ],
+    {
+        "12345. ": True,
+        "12345\0\0": True,
+        "12344.": False,
+        "123456.": False,
+        "1234\x015": False,
+        "12345\x0178": True,
+    }.items(),
 )
 def test_answer_is_read_up_to_the_end_token(task, text, is_right):
     prompts = make_prompts([sample(task, 0)], batch=2, num_tokens=LENGTH)
-    following = _generated(prompts, text)
+    following = np.zeros((2, 97), np.int32)  # the likeliest tokens of a model that writes `text`
+    start = prompts.num_forced[0]
+    following[0, start : start + len(text)] = list(text.encode())
     found = right_in_decode(prompts, following[:, 0], following[:, 1:], _Digits(), (1,))
     assert found.tolist() == [is_right]
 

@@ -76,12 +76,11 @@ def test_lines_are_sorted_and_those_with_gaps_are_left_out(write):
     assert write(rows[-2:], **options) == "To measure: `it`."
 
 
-def test_results_that_are_not_there_name_their_command(tmp_path):
+def test_results_that_are_not_there_name_their_command_and_quick_runs_make_no_table(
+    write, tmp_path
+):
     table = Table(file="none.json", command="it", lines=("tokens",), columns=COLUMNS)
     assert table.write(tmp_path) == "To measure: `it`."
-
-
-def test_a_quick_run_makes_no_table(write):
     with pytest.raises(ValueError, match="must be of a whole run"):
         write([], {"is_quick": True}, lines=("tokens",), columns=COLUMNS)
 
@@ -144,19 +143,10 @@ def test_losses_are_compared_text_by_text(write):
 
 def test_one_of_several_values_is_any_of_them():
     rows = [{"tokens": tokens} for tokens in (1, 2, 3)]
-    assert report.select(rows, {"tokens": OneOf(1, 3)}) == [rows[0], rows[2]]
+    assert report.select(rows, {"tokens": OneOf(1, 3)}) == rows[::2]
 
 
-def test_every_table_has_five_columns_at_most_and_a_script_that_measures_it(repository):
-    for name, table in TABLES.items():
-        if isinstance(table, Table):
-            assert len(table.lines) + len(table.columns) <= 5, name
-            scripts = re.findall(r"python (\S+\.py)", table.command)
-            assert all((repository / script).exists() for script in scripts), name
-            assert scripts or table.command.startswith(("sketchwalk ", "arXiv:")), name
-
-
-def test_every_table_is_on_a_page_with_results():
+def test_every_table_is_on_a_page_with_five_columns_at_most_and_its_script(repository):
     on_pages = {
         name: text
         for page in report.PAGES
@@ -164,3 +154,9 @@ def test_every_table_is_on_a_page_with_results():
     }
     assert on_pages.keys() == TABLES.keys()
     assert not [name for name, text in on_pages.items() if "To measure" in text]
+    for name, table in TABLES.items():
+        if isinstance(table, Table):
+            assert len(table.lines) + len(table.columns) <= 5, name
+            scripts = re.findall(r"python (\S+\.py)", table.command)
+            assert all((repository / script).exists() for script in scripts), name
+            assert scripts or table.command.startswith(("sketchwalk ", "arXiv:")), name

@@ -39,6 +39,8 @@ COMMAND = (
 ).split()
 PROBED = ("mass_recall", "mass_recall_by_layer", "output_error_by_layer")
 BYTES = tuple(f"decode_bytes_{name}" for name in ("keys", "values", "metadata"))
+# Each rule is sparse in these phases.
+PHASES = [("dense", "both"), *(("streaming", one) for one in ("prefill", "decode", "both"))]
 
 
 @dataclasses.dataclass
@@ -46,10 +48,10 @@ class Evaluation:
     """A whole evaluation: its file, its output, and its prompts."""
 
     file: Path
-    out: str
-    err: str
-    held_out: list[tuple[int, ...]]
-    scored: list[tuple[int, ...]]
+    out: str = ""
+    err: str = ""
+    held_out: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    scored: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
 
     @property
     def rows(self) -> list[dict]:
@@ -71,7 +73,7 @@ def model(tmp_path_factory) -> Path:
 def finished(model, tmp_path_factory) -> Evaluation:
     """Runs an evaluation from the command line, in this process."""
     file = tmp_path_factory.mktemp("out") / "quality.json"
-    found = Evaluation(file, "", "", [], [])
+    found = Evaluation(file)
     draw_held_out, draw = calibrated_rules.held_out_prompts, _Run._draw
 
     def noted_held_out(*arguments, **options):
@@ -110,7 +112,7 @@ def asked(monkeypatch) -> list:
 
 
 @pytest.mark.slow
-def test_table_shows_every_rule_and_phase(finished):
+def test_every_rule_phase_and_task_has_its_rows_and_a_line_of_the_table(finished, model):
     lines = finished.out.splitlines()
     assert lines[0] == "512 tokens"
     assert lines[1].split() == "policy density measured sparse in needle loss all".split()
@@ -120,17 +122,12 @@ def test_table_shows_every_rule_and_phase(finished):
     assert {line[1] for line in found[1:]} == {"0.6"}
     # The needle has a row for each of its three depths.
     assert finished.err == f"{finished.file}: {5 * (4 + 1)} rows\n"
-
-
-@pytest.mark.slow
-def test_every_rule_phase_and_task_has_its_rows(finished, model):
     results = json.loads(finished.file.read_text())
-    rows = results["rows"]
+    rows, meta = results["rows"], results["meta"]
     check_rows(rows)
     keys = {(row["policy"], row["phase"], row["task"]) for row in rows}
-    wanted = [("dense", "both"), ("minference", "prefill")]
-    wanted += [("streaming", one) for one in ("prefill", "decode", "both")]
-    assert keys == {(*rule, task) for rule in wanted for task in CONFIG.tasks}
+    rules = [*PHASES, ("minference", "prefill")]
+    assert keys == {(*rule, task) for rule in rules for task in CONFIG.tasks}
     for row in rows:
         if row["policy"] == "streaming":
             assert row["measured_density_sparse_layers"] < 0.8
@@ -144,7 +141,6 @@ def test_every_rule_phase_and_task_has_its_rows(finished, model):
         )
         kept = {one / dense[0] for one in sparse if one is not None}
         assert len(kept) == 1 and 0.75 < kept.pop() < 0.95  # two of three layers are dense
-    meta = results["meta"]
     assert meta["model"]["sha256"] == hash_weights(model) and len(meta["model"]["sha256"]) == 1
     assert meta["text"]["sha256"] == read_text().sha256 and meta["wall_s"] > 0
     assert {"seed", "prompts", "dtype", "device", "date", "command", "versions"} <= set(meta)
@@ -174,18 +170,13 @@ def test_finished_rows_are_not_run_again(finished, model, asked, tmp_path, monke
 
     left_out = [("text_loss", "streaming", "decode"), ("text_loss", "minference", "prefill")]
     left_out.append(("single_needle", "dense", "both"))
+    names = ("task", "policy", "phase")
     results = json.loads(finished.file.read_text())
-    kept = [
-        row for row in results["rows"] if (row["task"], row["policy"], row["phase"]) not in left_out
-    ]
+    kept = [row for row in results["rows"] if tuple(row[one] for one in names) not in left_out]
     write_results(out, results["meta"], kept)
     evaluate(model, config=CONFIG, out=out)
-    needle = ("single_needle", "dense", ("both",))
-    losses = [
-        ("text_loss", "streaming 0.6", ("decode",)),
-        ("text_loss", "minference 0.6", ("prefill",)),
-    ]
-    batches = [one for group in (needle, *losses) for one in [group] * 2]
+    rules = {"streaming": "streaming 0.6", "minference": "minference 0.6", "dense": "dense"}
+    batches = [(task, rules[policy], (phase,)) for task, policy, phase in left_out * 2]
     assert sorted(asked) == sorted(batches)
     assert sorted(rows_of(out), key=str) == sorted(finished.rows, key=str)
 
@@ -206,8 +197,7 @@ def test_interrupted_evaluation_keeps_what_is_finished(finished, model, asked, t
             evaluate(model, config=config, out=out)
     assert {row["task"] for row in rows_of(out)} == {"single_needle"}
     missing = {(one["policy"], one["phase"], one["task"]) for one in read_results(out).missing}
-    phases = [("dense", "both"), *(("streaming", one) for one in ("prefill", "decode", "both"))]
-    assert missing == {(*one, "text_loss") for one in phases}
+    assert missing == {(*one, "text_loss") for one in PHASES}
     assert [path.name for path in tmp_path.iterdir()] == ["quality.json"]
     asked.clear()
     evaluate(model, config=config, out=out)
@@ -242,9 +232,8 @@ def test_logits_that_are_not_finite_give_no_results(model, tmp_path):
 def test_policies_for_decode_can_be_added_to_a_file(finished, model, tmp_path):
     out = tmp_path / "quality.json"
     out.write_bytes(finished.file.read_bytes())
-    config = dataclasses.replace(CONFIG, policies=("quest", "adamas"), tasks=("text_loss",))
-    config = dataclasses.replace(config, densities=(0.3,))
-    evaluate(model, config=config, out=out)
+    added = {"policies": ("quest", "adamas"), "tasks": ("text_loss",), "densities": (0.3,)}
+    evaluate(model, config=dataclasses.replace(CONFIG, **added), out=out)
     rows = rows_of(out)
     assert rows[: len(finished.rows)] == finished.rows
     quest, adamas = rows[len(finished.rows) :]

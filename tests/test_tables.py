@@ -13,11 +13,9 @@ from sketchwalk_jax.evaluation.tables import (
     hops_table,
     lengths_table,
     loss_table,
-    mean_by_layer,
     mean_interval,
     paired_difference,
     paired_interval,
-    paired_loss_difference,
     policy_labels,
     pool,
     recall_table,
@@ -29,6 +27,8 @@ from sketchwalk_jax.evaluation.tables import (
 
 ROWS = make_rows()
 ALL_ROWS = make_rows(policies=POLICIES | RIVALS, lengths=(4096, LONGEST), has_bytes=True)
+AT_02 = {"density": 0.2, "tokens": LONGEST}
+DENSITY = "Density: sparse / all layers"
 
 
 def test_mean_interval_is_scipys():
@@ -63,50 +63,33 @@ def test_pairs_count_and_not_only_shares():
 
 @pytest.mark.parametrize("task", ["single_needle", "variable_tracking", "mid_prompt"])
 def test_pooled_rows_count_every_prompt_once(task):
-    pooled = pool(
-        rows_with(ROWS, label="damped", phase="prefill", task=task, tokens=LONGEST, density=0.2)
-    )
+    chosen = rows_with(ROWS, label="damped", phase="prefill", task=task, **AT_02)
     expected = right_answers(ROWS, "damped", "prefill", task)
-    assert pooled.prompts == len(expected)
-    assert pooled.exact == pytest.approx(np.mean(expected))
     interval = binomtest(sum(expected), len(expected)).proportion_ci(method="wilson")
-    assert (pooled.low, pooled.high) == pytest.approx(tuple(interval))
-
-
-def test_needles_are_pooled_over_depths_where_no_row_has_all_of_them():
-    rows = [row for row in ROWS if row["task"] == "single_needle" and row["depth"] is not None]
-    pooled = pool(rows_with(rows, label="oracle", phase="decode", tokens=LONGEST, density=0.1))
-    assert pooled.exact == pytest.approx(
-        np.mean(right_answers(ROWS, "oracle", "decode", "single_needle", 0.1))
-    )
+    by_depth = [row for row in chosen if row["depth"] is not None]
+    # Without a row of all depths, those by depth count.
+    for rows in (chosen, by_depth) if by_depth else (chosen,):
+        pooled = pool(rows)
+        assert pooled.prompts == len(expected)
+        assert pooled.exact == pytest.approx(np.mean(expected))
+        assert (pooled.low, pooled.high) == pytest.approx(tuple(interval))
 
 
 def test_nothing_pools_to_nothing():
-    assert pool([]) is None
-    assert paired_difference([], []) is None
-    assert paired_loss_difference([], []) is None
+    assert pool([]) is paired_difference([], []) is None
+    assert paired_difference([], [], "text_losses") is None
 
 
 def test_dense_answers_to_every_density_and_own_densities_to_all():
     assert rows_with(ROWS, label="dense", phase="decode", density=0.1)
     own = rows_with(ROWS, label="released", phase="decode", density=0.1)
-    assert {row["density"] for row in own} == {None}
-    assert {row["phase"] for row in own} == {"decode"}
+    assert {(row["density"], row["phase"]) for row in own} == {(None, "decode")}
 
 
 def test_unknown_policies_come_after_the_method_and_before_the_simple_ones():
-    rows = make_rows(policies=POLICIES | {("quest", None): (0.9, 0.8, 0.0)})
-    labels = policy_labels(rows)
+    labels = policy_labels(make_rows(policies=POLICIES | {("kascade", None): (0.9, 0.8, 0.0)}))
     assert labels[0] == "dense"
-    assert labels.index("released") < labels.index("quest") < labels.index("streaming")
-
-
-def test_layers_that_are_dense_have_no_mean():
-    chosen = rows_with(ROWS, label="paper", phase="prefill", tokens=LONGEST, density=0.2)
-    means = mean_by_layer(chosen, "mass_recall_by_layer")
-    lists = [row["mass_recall_by_layer"] for row in chosen if row["depth"] is None]
-    assert means[:2] == [None, None]
-    np.testing.assert_allclose(means[2:], np.mean([one[2:] for one in lists], axis=0))
+    assert labels.index("released") < labels.index("kascade") < labels.index("streaming")
 
 
 @pytest.mark.parametrize(
@@ -118,27 +101,16 @@ def test_differences_have_signs(value, text):
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
 def test_accuracy_table_holds_every_policy_and_task(phase):
-    found = cells(accuracy_table(ROWS, phase=phase, density=0.2, tokens=LONGEST))
+    found = cells(accuracy_table(ROWS, phase=phase, **AT_02))
     assert list(found) == ["dense", *(f"`{name}`" for name in policy_labels(ROWS)[1:])]
+    titles = {"Single needle": "single_needle", "Variable tracking": "variable_tracking"}
     for label, line in found.items():
-        for title, task in (
-            ("Single needle", "single_needle"),
-            ("Aggregation", "aggregation"),
-            ("Variable tracking", "variable_tracking"),
-        ):
+        for title, task in titles.items():
             expected = right_answers(ROWS, label.strip("`"), phase, task)
             assert line[title].startswith(f"{np.mean(expected):.2f} (")
-    assert found["dense"]["Density: sparse / all layers"] == "1.00 / 1.00"
-    assert found["`released`"]["Density: sparse / all layers"].startswith("0.44 / ")
-    assert found["`paper`"]["Density: sparse / all layers"].startswith("0.20 / 0.33")
-
-
-def test_a_policy_that_was_not_run_in_a_phase_has_no_row_there():
-    rows = [row for row in ROWS if (row["policy"], row["phase"]) != ("oracle", "decode")]
-    found = cells(accuracy_table(rows, phase="decode", density=0.2, tokens=LONGEST))
-    assert "`oracle`" not in found and "`random`" in found
-    summary = cells(summary_table(rows, density=0.2, tokens=LONGEST))
-    assert summary["`oracle`"]["Decode"] == "–" != summary["`oracle`"]["Prefill"]
+    assert found["dense"][DENSITY] == "1.00 / 1.00"
+    assert found["`released`"][DENSITY].startswith("0.44 / ")
+    assert found["`paper`"][DENSITY].startswith("0.20 / 0.33")
 
 
 def test_differences_are_those_of_the_same_prompts():
@@ -151,18 +123,11 @@ def test_differences_are_those_of_the_same_prompts():
     assert found["`random`"]["One of many keys"].startswith(f"{signed(expected)} (")
 
 
-def test_variable_tracking_is_listed_by_hops():
-    found = cells(hops_table(ROWS, density=0.2, tokens=LONGEST))
-    (row,) = (
-        row
-        for row in rows_with(ROWS, label="damped", phase="decode", tokens=LONGEST, density=0.2)
-        if row["hops"] == 3
-    )
+def test_hops_and_lengths_are_columns():
+    found = cells(hops_table(ROWS, **AT_02))
+    (row,) = rows_with(ROWS, label="damped", phase="decode", hops=3, **AT_02)
     assert found["`damped` Decode"]["3 statements"].startswith(f"{row['exact']:.2f} (")
     assert {"2 statements", "4 statements"} < set(found["dense"])
-
-
-def test_lengths_are_columns():
     found = cells(lengths_table(ROWS, density=0.2))
     tasks = {row["task"] for row in ROWS} - {"text_loss"}
     expected = np.mean(sum((right_answers(ROWS, "one_hop", "both", task) for task in tasks), []))
@@ -173,9 +138,7 @@ def test_lengths_are_columns():
 def test_text_loss_is_compared_prompt_by_prompt():
     found = cells(loss_table(ROWS, densities=(0.2,), tokens=LONGEST))
     (dense,) = rows_with(ROWS, label="dense", task="text_loss", tokens=LONGEST)
-    (paper,) = rows_with(
-        ROWS, label="paper", phase="both", task="text_loss", tokens=LONGEST, density=0.2
-    )
+    (paper,) = rows_with(ROWS, label="paper", phase="both", task="text_loss", **AT_02)
     more = np.subtract(paper["text_losses"], dense["text_losses"])
     low, high = t.interval(0.95, len(more) - 1, more.mean(), more.std(ddof=1) / len(more) ** 0.5)
     assert found["dense"]["Density 0.2"] == f"{dense['text_loss']:.3f}"
@@ -185,7 +148,7 @@ def test_text_loss_is_compared_prompt_by_prompt():
 
 def test_recall_is_the_mean_over_sparse_layers():
     found = cells(recall_table(ROWS, densities=(0.2,), tokens=LONGEST))
-    (row, *_) = rows_with(ROWS, label="paper", phase="prefill", tokens=LONGEST, density=0.2)
+    (row, *_) = rows_with(ROWS, label="paper", phase="prefill", **AT_02)
     assert found["`paper`"] == {
         "Policy": "`paper`",
         "Sparse in": "Prefill",
@@ -194,30 +157,25 @@ def test_recall_is_the_mean_over_sparse_layers():
     }
 
 
-def is_gap(text):
-    """Says whether a dash stands for a value; dashes of intervals are between digits."""
-    return re.search(r"(?<!\d)–", text) is not None
-
-
 def test_policies_of_one_phase_have_rows_there_alone():
-    summary = cells(summary_table(ALL_ROWS, density=0.2, tokens=LONGEST))
+    summary = cells(summary_table(ALL_ROWS, **AT_02))
     quest, paper = summary["`quest`"], summary["`paper`"]
     assert quest["Prefill"] == quest["Prefill and decode"] == "–" != quest["Decode"]
-    loss = pool(rows_with(ALL_ROWS, label="quest", task="text_loss", tokens=LONGEST, density=0.2))
+    loss = pool(rows_with(ALL_ROWS, label="quest", task="text_loss", **AT_02))
     assert quest["Text loss"] == f"{loss.text_loss:.3f}"
-    assert quest["Density: sparse / all layers"] == paper["Density: sparse / all layers"]
+    assert quest[DENSITY] == paper[DENSITY]
     for table in (
         lengths_table(ALL_ROWS, density=0.2),
         loss_table(ALL_ROWS, densities=(0.2, 0.1), tokens=LONGEST),
         recall_table(ALL_ROWS, densities=(0.2, 0.1), tokens=LONGEST),
     ):
-        assert not is_gap(table)
+        assert not re.search(r"(?<!\d)–", table)  # no gap; dashes of intervals follow digits
         phases = {line.split(" | ")[1] for line in table.splitlines() if "`minference`" in line}
         assert phases == {"Prefill"}
-    assert "`quest`" not in accuracy_table(ALL_ROWS, phase="prefill", density=0.2, tokens=LONGEST)
+    assert "`quest`" not in accuracy_table(ALL_ROWS, phase="prefill", **AT_02)
 
 
-def test_what_calibration_set_is_listed():
+def test_settings_by_calibration_are_listed():
     lines = [line.split(" | ") for line in settings_table(ALL_ROWS).splitlines()[2:]]
     assert len(lines) == 3 * 2 * 2  # policies, densities, lengths
     assert lines[0][:5] == ["| `minference`", "prefill", "0.2", "4,096", "`scale` 0.2266"]

@@ -42,10 +42,10 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(text_file: Path) -> tuple:
     """Prepares tokenizer, tokens and sentences."""
-    parts = corpus.read_corpus(text_file, validation_share=0.1)
-    tokenizer = corpus.train_tokenizer(parts.training, vocab_size=recipe.VOCAB_SIZE, seed=0)
-    words = corpus.find_words(parts.training, held_out=False)
-    tokens = corpus.encode_text(tokenizer, parts.training)
+    text, _, _ = corpus.read_corpus(text_file, validation_share=0.1)
+    tokenizer = corpus.train_tokenizer(text, vocab_size=recipe.VOCAB_SIZE, seed=0)
+    words = corpus.find_words(text, held_out=False)
+    tokens = corpus.encode_text(tokenizer, text)
     return tokenizer, tokens, corpus.make_pieces(tokenizer, words)
 
 
@@ -99,12 +99,16 @@ def test_every_answer_is_true_and_asked_after_what_it_needs(data: tuple, lists_c
     assert kinds == set(sequences.CLASSES)
 
 
-def test_sequences_have_their_length_and_begin_with_the_beginning(data: tuple):
+def test_sequences_have_their_length_and_batches_follow_from_the_seed(data: tuple):
     for length in (64, 333, 1024):
         tokens, classes = maker(data).draw(np.random.default_rng(1), length)
         assert (tokens.shape, classes.shape) == ((length + 1,), (length,))
         assert tokens[0] == corpus.BEGIN_ID and tokens.dtype == np.uint16
         assert set(np.unique(classes)) <= set(range(sequences.NUM_CLASSES))
+    first, same, other = (loader.make_batch(maker(data), (0, 1, i), (3, 128)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(first.tokens, same.tokens)
+    np.testing.assert_array_equal(first.classes, same.classes)
+    assert not np.array_equal(first.tokens, other.tokens)
 
 
 def test_training_asks_for_no_word_of_the_evaluation(data: tuple):
@@ -122,18 +126,8 @@ def test_sentences_are_tokens_of_their_text(data: tuple):
         text = tokenizer.decode(sentence.tolist())
         assert re.fullmatch(r" The code of [a-z]+ is \d{5}\.", text)
         assert tokenizer.encode(text, add_special_tokens=False).ids == sentence.tolist()
-
-
-def test_a_digit_is_a_token_with_or_without_a_space(data: tuple):
-    for digits in ("07", "12345", "90210"):
-        assert len(data[0].encode(f" {digits}", add_special_tokens=False).ids) == len(digits)
-
-
-def test_batches_follow_from_the_seed(data: tuple):
-    first, same, other = (loader.make_batch(maker(data), (0, 1, i), (3, 128)) for i in (0, 0, 1))
-    np.testing.assert_array_equal(first.tokens, same.tokens)
-    np.testing.assert_array_equal(first.classes, same.classes)
-    assert not np.array_equal(first.tokens, other.tokens)
+    for digits in ("07", "12345", "90210"):  # a digit is a token with or without a space
+        assert len(tokenizer.encode(f" {digits}", add_special_tokens=False).ids) == len(digits)
 
 
 def test_the_bigram_baseline_beats_a_unigram_and_knows_what_always_follows():

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from sketchwalk_jax.evaluation import wording
-from sketchwalk_jax.text.haystack import is_held_out, read_text
+from sketchwalk_jax.text.haystack import Text, is_held_out, read_text
 
 BEGIN, END = "<|begin|>", "<|end|>"
 BEGIN_ID, END_ID = 0, 1
@@ -45,24 +45,7 @@ class Pieces:
     starts_word: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """A text cut into a part for training and one for validation.
-
-    Attributes:
-      training: The first part, one line.
-      validation: The rest, one line.
-      name: File name.
-      sha256: SHA-256 of the file.
-    """
-
-    training: str
-    validation: str
-    name: str
-    sha256: str
-
-
-def read_corpus(path: str | Path, *, validation_share: float) -> Corpus:
+def read_corpus(path: str | Path, *, validation_share: float) -> tuple[str, str, Text]:
     """Reads a text and keeps its last part for validation.
 
     Args:
@@ -70,7 +53,7 @@ def read_corpus(path: str | Path, *, validation_share: float) -> Corpus:
       validation_share: Share of the text to keep out of training, in (0, 1).
 
     Returns:
-      The two parts, white space collapsed.
+      The part for training and the part for validation, each one line, and the whole text.
 
     Raises:
       ValueError: If the share is out of range or a part is too short to train or validate on.
@@ -79,13 +62,13 @@ def read_corpus(path: str | Path, *, validation_share: float) -> Corpus:
         raise ValueError(f"validation_share must be in (0, 1), got {validation_share}")
     text = read_text(path)
     cut = round(len(text.content) * (1 - validation_share))
-    corpus = Corpus(text.content[:cut], text.content[cut:], text.name, text.sha256)
-    if min(len(corpus.training), len(corpus.validation)) < _PASSAGE:
+    parts = text.content[:cut], text.content[cut:]
+    if min(map(len, parts)) < _PASSAGE:
         raise ValueError(
             f"both parts of the text must have at least {_PASSAGE} characters, got "
-            f"{len(corpus.training)} and {len(corpus.validation)}"
+            f"{len(parts[0])} and {len(parts[1])}"
         )
-    return corpus
+    return *parts, text
 
 
 def train_tokenizer(text: str, *, vocab_size: int, seed: int) -> Tokenizer:

@@ -49,19 +49,19 @@ def prepare(text: Path, folder: Path, *, init: Path | None, seed: int, about: st
       seed: Seed of the tokenizer's data.
       about: Description of the text, for the model card.
     """
-    corpus = read_corpus(text, validation_share=TEXT_SHARE_FOR_VALIDATION)
+    training, held_back, source = read_corpus(text, validation_share=TEXT_SHARE_FOR_VALIDATION)
     if init is None:
-        tokenizer = train_tokenizer(corpus.training, vocab_size=VOCAB_SIZE, seed=seed)
+        tokenizer = train_tokenizer(training, vocab_size=VOCAB_SIZE, seed=seed)
     else:
         tokenizer = Tokenizer.from_file(str(init / "tokenizer.json"))
-    tokens = encode_text(tokenizer, corpus.training)
-    validation = encode_text(tokenizer, corpus.validation)
+    tokens = encode_text(tokenizer, training)
+    validation = encode_text(tokenizer, held_back)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokens.npy"
     np.save(path, tokens)
-    words = find_words(corpus.training, held_out=False)
-    held_out = find_words(corpus.training, held_out=True)
-    bytes_per_token = len(corpus.validation.encode()) / len(validation)
+    words = find_words(training, held_out=False)
+    held_out = find_words(training, held_out=True)
+    bytes_per_token = len(held_back.encode()) / len(validation)
     print(f"{len(tokens)} tokens, {bytes_per_token:.2f} bytes each; {len(words)} words", flush=True)
     return Prepared(
         tokenizer=tokenizer,
@@ -70,8 +70,8 @@ def prepare(text: Path, folder: Path, *, init: Path | None, seed: int, about: st
         validation=validation,
         validation_pieces=make_pieces(tokenizer, held_out),
         description={
-            "name": corpus.name,
-            "sha256": corpus.sha256,
+            "name": source.name,
+            "sha256": source.sha256,
             "about": about,
             "validation_share": TEXT_SHARE_FOR_VALIDATION,
             "training_tokens": len(tokens),

@@ -29,6 +29,7 @@ from sketchwalk_jax.text.haystack import HELD_OUT, Text
 from sketchwalk_jax.validation import check_number
 
 PyTree = Any
+HeldOut = tuple[Int[np.ndarray, "P T"], Int[np.ndarray, "P"]]
 
 _DECODED = 64  # query positions counted as decoded tokens
 _STEPS = 10_000  # densities are set to four decimals
@@ -43,7 +44,7 @@ def held_out_prompts(
     num_tokens: int,
     seed: int = 0,
     wording: str = "plain",
-) -> tuple[Int[np.ndarray, "P T"], Int[np.ndarray, "P"]]:
+) -> HeldOut:
     """Draws one prompt of each task that no evaluation with a seed below 2^32 scores.
 
     Args:
@@ -68,24 +69,36 @@ def held_out_prompts(
     return pad_right(drawn, num_tokens)
 
 
-def is_set_by_model(rule: Rule) -> bool:
-    """Whether a rule must be calibrated to a density, or its thresholds fitted to the model."""
-    return rule.is_calibrated or rule.is_fitted or isinstance(rule.make(), AdamasConfig)
-
-
 @dataclasses.dataclass(frozen=True)
-class FittedDensity:
-    """The result of `fit_density`.
+class FittedRule:
+    """A policy that is fitted to a model or a density.
 
     Attributes:
-      policy: The policy with its density set.
-      density: The resulting density, mean over all layers.
-      least: Lowest density that the policy can reach.
+      policy: The policy with its fields set.
+      settings: The fitted fields, as rows store them; None if the policy is not run, because it
+        cannot reach its density.
+      density: The density that it reaches, mean over the counted layers.
+      least: Lowest density that it can reach.
     """
 
     policy: Policy
-    density: float
-    least: float
+    settings: dict[str, Any] | None
+    density: float = 0.0
+    least: float = 0.0
+
+    @classmethod
+    def restored(cls, rule: Rule, settings: Mapping[str, Any]) -> Self:
+        """Restores a rule from the settings in its rows, in which JSON made lists of tuples."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in settings.items()
+        }
+        return cls(dataclasses.replace(rule.make(), **fields), dict(settings))
+
+    def within(self, density: float | None) -> Self:
+        """Returns this rule without settings if it exceeds the density by more than 5 %."""
+        is_reached = density is None or self.density <= density * (1 + _TOO_MUCH)
+        return self if is_reached else dataclasses.replace(self, settings=None)
 
 
 def layers_density(
@@ -133,7 +146,7 @@ def fit_density(
     density: float,
     num_tokens: int,
     phase: str,
-) -> FittedDensity:
+) -> FittedRule:
     """Finds by bisection the `density` of a policy whose mean over all layers is the given one.
 
     The budget depends on positions alone, so no prompt is read.
@@ -172,43 +185,12 @@ def fit_density(
         middle = (low + high) // 2
         low, high = (low, middle) if give(middle / _STEPS) >= density else (middle + 1, high)
     near = min((max(low - 1, 1), low), key=lambda step: abs(give(step / _STEPS) - density))
-    return FittedDensity(at(near / _STEPS), give(near / _STEPS), give(1 / _STEPS))
+    found: Any = at(near / _STEPS)
+    settings = {"density": found.density}
+    return FittedRule(found, settings, give(near / _STEPS), give(1 / _STEPS))
 
 
-@dataclasses.dataclass(frozen=True)
-class SetRule:
-    """A rule with its fitted fields.
-
-    Attributes:
-      policy: The policy with its fields set.
-      settings: The fitted fields, as rows store them.
-    """
-
-    policy: Policy
-    settings: dict[str, Any]
-
-    @classmethod
-    def before(cls, rule: Rule, settings: Mapping[str, Any]) -> Self:
-        """Restores a rule from the settings in its rows, in which JSON made lists of tuples."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in settings.items()
-        }
-        return cls(dataclasses.replace(rule.make(), **fields), dict(settings))
-
-
-@dataclasses.dataclass(frozen=True)
-class OutOfReach:
-    """A rule that is not run because it cannot reach its density.
-
-    Attributes:
-      least: Lowest density it can reach, mean over the counted layers.
-    """
-
-    least: float
-
-
-def set_rules(
+def fit_rules(
     rules: Iterable[Rule],
     params: PyTree,
     model_config: ModelConfig,
@@ -221,7 +203,7 @@ def set_rules(
     seed: int,
     wording: str = "plain",
     before: Callable[[str], object] = str,
-) -> dict[Rule, SetRule | OutOfReach]:
+) -> dict[Rule, FittedRule]:
     """Fits rules to their density, and the thresholds of Adamas to the keys, at one length.
 
     Args:
@@ -238,60 +220,43 @@ def set_rules(
       before: Callback that receives a description of the next step.
 
     Returns:
-      The fitted rule, or why it is left out, for each rule that needs fitting.
+      The fitted rule for each rule that needs fitting.
     """
-    rules = sorted(filter(is_set_by_model, rules), key=lambda rule: (str(rule), str(rule.phases)))
-    read = [rule for rule in rules if isinstance(rule.make(), PrefillPolicy | AdamasConfig)]
-    fit = functools.partial(_fit, model_config=model_config, num_tokens=num_tokens)
-    found = {rule: fit(rule) for rule in rules if rule not in read}
-    if not read:
-        return found
-    options: dict[str, Any] = {"tasks": tasks, "num_tokens": num_tokens}
-    prompts = held_out_prompts(text, tokenizer, **options, seed=seed, wording=wording)
+    found: dict[Rule, FittedRule] = {}
+    prompts: HeldOut | None = None
     size = whole_batch(min(batch, len(tasks)), placement_of(params, model_config))
-    for rule in read:
-        before(f"calibrating {rule}, {num_tokens} tokens")
-        if rule.policy == "adamas":
-            # Fit the density first: the thresholds are fitted to the policy at this density.
-            one = fit(rule) if rule.is_fitted else SetRule(rule.make(), {})
-            if isinstance(one, SetRule):
-                tokens, lengths = (x[:size] for x in prompts)
-                one = _set_thresholds(one, params, tokens, lengths, model_config)
-            found[rule] = one
-        else:
-            found[rule] = _set_knob(rule, params, *prompts, model_config, batch=size)
+    for rule in sorted(rules, key=lambda rule: (str(rule), str(rule.phases))):
+        policy = rule.make()
+        fitted = FittedRule(policy, {})
+        if rule.is_fitted:
+            assert rule.density is not None and rule.phases is not None
+            fitted = fit_density(
+                policy,
+                model_config,
+                density=rule.density,
+                num_tokens=num_tokens,
+                phase="decode" if rule.phases == ("decode",) else "prefill",
+            ).within(rule.density)
+        is_read = rule.is_calibrated or isinstance(policy, AdamasConfig)
+        if is_read and fitted.settings is not None:
+            before(f"calibrating {rule}, {num_tokens} tokens")
+            prompts = prompts or held_out_prompts(
+                text, tokenizer, tasks=tasks, num_tokens=num_tokens, seed=seed, wording=wording
+            )
+            if isinstance(fitted.policy, AdamasConfig):
+                # The density comes first: thresholds are fitted to the policy at this density.
+                own: dict[str, Any] = {"policy": fitted.policy, "model_config": model_config}
+                policy = fit_thresholds(params, *(x[:size] for x in prompts), **own)
+                settings = fitted.settings | {"thresholds": list(policy.thresholds)}
+                fitted = dataclasses.replace(fitted, policy=policy, settings=settings)
+            else:
+                fitted = _fit_knob(rule, params, *prompts, model_config, batch=size)
+        if fitted.settings != {}:
+            found[rule] = fitted
     return found
 
 
-def _fit(rule: Rule, *, model_config: ModelConfig, num_tokens: int) -> SetRule | OutOfReach:
-    """Fits the field `density` of a rule through its budget."""
-    assert rule.density is not None and rule.phases is not None
-    found = fit_density(
-        rule.make(),
-        model_config,
-        density=rule.density,
-        num_tokens=num_tokens,
-        phase="decode" if rule.phases == ("decode",) else "prefill",
-    )
-    policy: Any = found.policy
-    is_reached = found.density <= rule.density * (1 + _TOO_MUCH)
-    return SetRule(policy, {"density": policy.density}) if is_reached else OutOfReach(found.least)
-
-
-def _set_thresholds(
-    rule: SetRule,
-    params: PyTree,
-    tokens: Int[np.ndarray, "P T"],
-    lengths: Int[np.ndarray, "P"],
-    model_config: ModelConfig,
-) -> SetRule:
-    """Fits the quantisation thresholds of Adamas to the model's keys."""
-    assert isinstance(rule.policy, AdamasConfig)
-    policy = fit_thresholds(params, tokens, lengths, policy=rule.policy, model_config=model_config)
-    return SetRule(policy, rule.settings | {"thresholds": list(policy.thresholds)})
-
-
-def _set_knob(
+def _fit_knob(
     rule: Rule,
     params: PyTree,
     tokens: Int[np.ndarray, "P T"],
@@ -299,14 +264,15 @@ def _set_knob(
     model_config: ModelConfig,
     *,
     batch: int,
-) -> SetRule | OutOfReach:
+) -> FittedRule:
     """Calibrates the threshold of a rule to its density."""
     policy = rule.make()
     assert isinstance(policy, PrefillPolicy) and rule.density is not None
     is_whole = rule.over == "all_layers"
     dense_share = 1 - len(sparse_layers(model_config, policy)) / model_config.num_layers
     if is_whole and dense_share >= rule.density:
-        return OutOfReach(dense_share)  # the dense layers alone exceed it: no threshold can help
+        # The dense layers alone exceed it: no threshold can help.
+        return FittedRule(policy, None, least=dense_share)
     found = calibrate(
         params,
         tokens,
@@ -317,6 +283,5 @@ def _set_knob(
         batch=batch,
         over=rule.over,
     )
-    if is_whole and found.density > rule.density * (1 + _TOO_MUCH):
-        return OutOfReach(found.least)
-    return SetRule(found.policy, found.settings)
+    fitted = FittedRule(found.policy, found.settings, found.density, found.least)
+    return fitted.within(rule.density if is_whole else None)

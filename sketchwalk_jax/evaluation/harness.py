@@ -160,25 +160,21 @@ class SketchWalkLM(TemplateLM):
         in such text, because policies keep more of a prompt that ends in a question. The thresholds
         of Adamas take the text alone, at most 8,192 tokens.
         """
-        policy, text = self.policy, read_text()
+        policy, tasks = self.policy, ["text_loss"]
         if isinstance(policy, AdamasConfig):
-            size = min(num_tokens, _MAX_TOKENS_OF_KEYS)
-            prompts = held_out_prompts(text, self.tokenizer, tasks=["text_loss"], num_tokens=size)
-            self.policy = fit_thresholds(
-                self.params, *prompts, policy=policy, model_config=self.model_config
-            )
+            num_tokens = min(num_tokens, _MAX_TOKENS_OF_KEYS)
         elif isinstance(policy, PrefillPolicy) and density is not None:
-            tasks = ("text_loss", "multi_key")
-            prompts = held_out_prompts(text, self.tokenizer, tasks=tasks, num_tokens=num_tokens)
-            options: dict[str, Any] = {
-                "policy": policy,
-                "model_config": self.model_config,
-                "density": density,
-            }
-            calibration = calibrate(self.params, *prompts, batch=1, **options)
-            at = calibration.density
-            _log.info("%s: density %.3f on held-out prompts", calibration.settings, at)
-            self.policy = calibration.policy
+            tasks.append("multi_key")
+        else:
+            return
+        options: dict[str, Any] = {"policy": policy, "model_config": self.model_config}
+        prompts = held_out_prompts(read_text(), self.tokenizer, tasks=tasks, num_tokens=num_tokens)
+        if isinstance(policy, AdamasConfig):
+            self.policy = fit_thresholds(self.params, *prompts, **options)
+            return
+        found = calibrate(self.params, *prompts, batch=1, **options | {"density": density})
+        _log.info("%s: density %.3f on held-out prompts", found.settings, found.density)
+        self.policy = found.policy
 
     def _settings(self) -> Settings:
         return Settings(
@@ -466,14 +462,14 @@ def score_continuations(
     targets = np.pad(targets, ((0, 0), (0, room - targets.shape[1])))
     columns = (lengths - counts)[:, None] + np.arange(room, dtype=np.int32)[None, :]
     arrays = (jnp.asarray(one, jnp.int32) for one in (tokens, lengths, columns, targets))
-    made = prefill_program(params, *arrays, settings=settings, columns_at_a_time=_TARGETS)
-    logprobs = -np.asarray(made.losses, np.float64)
-    is_best = np.asarray(made.likeliest) == targets
+    options: dict[str, Any] = {"settings": settings, "columns_at_a_time": _TARGETS}
+    (likeliest, losses), cache = prefill_program(params, *arrays, **options)
+    logprobs, is_best = -np.asarray(losses, np.float64), np.asarray(likeliest) == targets
     rows = list(enumerate(counts.tolist()))
     return (
         [float(logprobs[row, :count].sum()) for row, count in rows],
         [bool(is_best[row, :count].all()) for row, count in rows],
-        made.cache.density,
+        cache.density,
     )
 
 

@@ -1,7 +1,9 @@
 """Measures a rule in its phases on one batch of prompts, with as few prefills as possible.
 
 Each shape and policy has a prefill program and a decode program. The decode program leaves the
-prefilled cache unchanged, so one prefill serves several phases.
+prefilled cache unchanged, so one prefill serves several phases. Long decoding steps dense attention
+and a policy through the same tokens in one program and compares them after every token: storing 512
+rows of logits would take hundreds of megabytes per prompt for a large vocabulary.
 """
 
 import dataclasses
@@ -12,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from sketchwalk_jax.evaluation.long_decode import compare_program, mean_over_tokens, read_program
 from sketchwalk_jax.evaluation.probe import decode_bytes, probe_decode, probe_prefill
 from sketchwalk_jax.evaluation.prompts import (
     MAX_STEPS,
@@ -44,65 +45,14 @@ from sketchwalk_jax.sharding import (
 )
 
 PyTree = Any
+Predicted = tuple[Int[Array, "B C"], Float[Array, "B C"]]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefilled:
-    """Result of a prefill program.
-
-    Attributes:
-      likeliest: The likeliest next token after each requested column, int32 `[B, C]`.
-      losses: `-log p` of the right next token, float32 `[B, C]`.
-      first: The likeliest next token after the last column, int32 `[B]`.
-      cache: Holds the prompts.
-    """
-
-    likeliest: Int[Array, "B C"]
-    losses: Float[Array, "B C"]
-    first: Int[Array, "B"]
-    cache: Cache
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Decoded:
-    """Result of a decode program.
-
-    Attributes:
-      likeliest: The likeliest next token after each fed token, int32 `[B, U]`.
-      losses: `-log p` of the right next token, float32 `[B, U]`.
-      density: Attended pairs, including the preceding prefill's.
-    """
-
-    likeliest: Int[Array, "B U"]
-    losses: Float[Array, "B U"]
-    density: Density
-
-
-def _next_tokens(
-    params: PyTree,
-    hidden: Float[Array, "B C D"],
-    targets: Int[Array, "B C"],
-    *,
-    settings: Settings,
-    columns_at_a_time: int | None,
-) -> tuple[Int[Array, "B C"], Float[Array, "B C"]]:
-    """Computes the likeliest next tokens, and the loss of the right ones in nats."""
-
-    def one_column(column: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, target = column
-        logits = unembed(params, hidden, model_config=settings.model_config)
-        logits = constrain_logits(logits, settings.placement)
-        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        loss = jax.nn.logsumexp(logits, axis=-1) - right
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), loss
-
-    # A few columns at a time: all logits of a large vocabulary would take too much memory.
-    columns = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
-    found = jax.lax.map(one_column, columns, batch_size=columns_at_a_time)
-    found = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), found)
-    return constrain(found, settings.placement)
+def _predict(logits: Float[Array, "B V"], target: Int[Array, "B"]) -> tuple[Array, Array]:
+    """Returns the likeliest next tokens, and the loss of the right ones in nats."""
+    right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return likeliest, jax.nn.logsumexp(logits, axis=-1) - right
 
 
 @partial(jax.jit, static_argnames=("settings", "columns_at_a_time"))
@@ -115,7 +65,7 @@ def prefill_program(
     *,
     settings: Settings,
     columns_at_a_time: int | None = None,
-) -> Prefilled:
+) -> tuple[Predicted, Cache]:
     """Prefills prompts into a new cache, and scores the tokens after some columns.
 
     Args:
@@ -128,30 +78,37 @@ def prefill_program(
       columns_at_a_time: Columns whose logits are in memory at a time; one by default.
 
     Returns:
-      Likeliest tokens and losses, and the cache.
+      The likeliest next token after each column and the loss `-log p` of the right one; the cache.
     """
     hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
-    likeliest, losses = _next_tokens(
-        params, hidden, targets, settings=settings, columns_at_a_time=columns_at_a_time
-    )
-    first = constrain(likeliest[:, -1], settings.placement)
-    return Prefilled(likeliest, losses, first, cache)
+
+    def one_column(column: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits = unembed(params, column[0], model_config=settings.model_config)
+        return _predict(constrain_logits(logits, settings.placement), column[1])
+
+    # A few columns at a time: all logits of a large vocabulary would take too much memory.
+    given = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
+    found = jax.lax.map(one_column, given, batch_size=columns_at_a_time)
+    found = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), found)
+    return constrain(found, settings.placement), cache
 
 
 @partial(jax.jit, static_argnames="settings")
 def decode_program(
     params: PyTree,
     cache: Cache,
-    first: Int[Array, "B"],
+    after_prompt: Int[Array, "B A"],
     continuation: Int[Array, "B U"],
     num_forced: Int[Array, "B"],
     num_steps: Int[Array, "B"],
     *,
     settings: Settings,
-) -> Decoded:
+) -> tuple[Predicted, Density]:
     """Feeds `num_steps` tokens: `num_forced` of the continuation, then the likeliest tokens.
 
-    `first` is the likeliest token after the prompt, for sequences without forced tokens.
+    The last column of `after_prompt` is the likeliest token after the prompt, for sequences without
+    forced tokens. Returns the likeliest next token after each fed token and the loss `-log p` of
+    the right one, and the attended pairs, the prefill's included.
     """
     is_fed = jnp.arange(MAX_STEPS, dtype=jnp.int32)
 
@@ -160,24 +117,81 @@ def decode_program(
         active = step < num_steps
         token = jnp.where(step < num_forced, continuation[:, step], last)
         logits, cache, _ = decode_token(params, token, cache, active=active, settings=settings)
-        last = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        target = continuation[:, jnp.minimum(step + 1, MAX_STEPS - 1)]
-        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        loss = jax.nn.logsumexp(logits, axis=-1) - right
+        last, loss = _predict(logits, continuation[:, jnp.minimum(step + 1, MAX_STEPS - 1)])
         is_here = (is_fed == step)[None, :] & active[:, None]
         likeliest = jnp.where(is_here, last[:, None], likeliest)
         return last, cache, likeliest, jnp.where(is_here, loss[:, None], losses)
 
-    batch = first.shape[0]
-    carry = (
-        first,
-        cache,
-        jnp.zeros((batch, MAX_STEPS), jnp.int32),
-        jnp.zeros((batch, MAX_STEPS), jnp.float32),
+    shape = len(num_steps), MAX_STEPS
+    nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    carry = (after_prompt[:, -1], cache, *nothing)
+    _, cache, *found = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
+    likeliest, losses = constrain(found, settings.placement)
+    return (likeliest, losses), cache.density
+
+
+def compare_logits(
+    exact: Float[Array, "N V"], logits: Float[Array, "N V"], target: Int[Array, "N"]
+) -> tuple[Float[Array, "N"], Float[Array, "N"], Bool[Array, "N"]]:
+    """Compares a distribution `q` over the next token with a reference distribution `p`.
+
+        loss = -log q[target],   KL(p ‖ q) = Σ_v p[v] (log p[v] - log q[v])
+
+    Args:
+      exact: Logits of `p`.
+      logits: Logits of `q`.
+      target: The next tokens.
+
+    Returns:
+      Losses and divergences in nats, and whether both have the same likeliest token.
+    """
+    wanted, found = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
+    loss = -jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
+    divergence = jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1)
+    return loss, divergence, jnp.argmax(exact, axis=-1) == jnp.argmax(logits, axis=-1)
+
+
+@partial(jax.jit, static_argnames=("plain", "settings"))
+def compare_program(
+    params: PyTree,
+    dense: Cache,
+    cache: Cache,
+    tokens: Int[Array, "B U"],
+    *,
+    plain: Settings,
+    settings: Settings,
+) -> tuple[Float[Array, "B V"], Float[Array, "B V"], Bool[Array, "B V"], Density]:
+    """Feeds the same tokens to dense attention and to a policy, and compares their predictions.
+
+    The comparison follows every token but the last.
+
+    Args:
+      params: Parameter tree.
+      dense: Cache of dense attention.
+      cache: Cache of the policy.
+      tokens: The tokens, in order.
+      plain: Model and dense attention.
+      settings: Model and policy.
+
+    Returns:
+      Three values for each token after the first, `[B, U - 1]`: its loss `-log p` under the policy,
+      `KL(p_dense ‖ p_policy)` of the prediction, both in nats, and whether policy and dense
+      attention have the same likeliest token. Then the pairs that the policy attended to.
+    """
+    active = jnp.ones(tokens.shape[:1], bool)
+
+    def step(carry: tuple[Cache, Cache], column: tuple[Array, Array]) -> Any:
+        token, target = column
+        exact, dense, _ = decode_token(params, token, carry[0], active=active, settings=plain)
+        logits, cache, _ = decode_token(params, token, carry[1], active=active, settings=settings)
+        return (dense, cache), compare_logits(exact, logits, target)
+
+    columns = jnp.swapaxes(tokens, 0, 1)
+    carry, found = jax.lax.scan(step, (dense, cache), (columns[:-1], columns[1:]))
+    losses, divergences, agrees = (
+        jnp.swapaxes(one, 0, 1) for one in constrain(found, settings.placement)
     )
-    carry = jax.lax.fori_loop(0, jnp.max(num_steps), one_token, carry)
-    likeliest, losses = constrain(carry[2:], settings.placement)
-    return Decoded(likeliest, losses, carry[1].density)
+    return losses, divergences, agrees, carry[1].density
 
 
 def check_devices(params: PyTree, model_config: ModelConfig) -> None:
@@ -272,56 +286,57 @@ class Measurement:
           The outcome of every phase.
         """
         found: dict[str, Outcome] = {}
-        made: dict[tuple[Settings, bool], Prefilled] = {}
+        made: dict[tuple[Settings, bool], tuple[Predicted, Cache]] = {}
         for phase in phases:
             # If the tokens lack the answer, the prompt is the whole either way.
             reads_all = phase == "prefill" or rule == DENSE or not prompts.has_answer
             key = self._reading(rule, phase), reads_all
             if key not in made:
                 made.clear()  # memory is for one cache
-                made[key] = self._prefill(prompts, *key)
+                lengths = prompts.lengths if reads_all else prompts.prompt_lengths
+                columns, targets = prompts.columns(lengths), prompts.targets()
+                given = self._params, prompts.tokens, lengths, columns, targets
+                made[key] = prefill_program(*given, settings=key[0])
             if reads_all and prompts.has_answer:
-                found[phase] = self._score_prefill(prompts, made[key])
+                found[phase] = self._score_prefill(prompts, *made[key])
             else:
                 settings = self._decoding(rule, phase)
-                found[phase] = self._decode(prompts, made[key], settings, tokenizer)
+                found[phase] = self._decode(prompts, *made[key], settings, tokenizer)
         return found
 
-    def _prefill(self, prompts: Prompts, settings: Settings, reads_all: bool) -> Prefilled:
-        lengths = prompts.lengths if reads_all else prompts.prompt_lengths
-        columns = prompts.columns(lengths)
-        given = self._params, prompts.tokens, lengths, columns, prompts.targets()
-        return prefill_program(*given, settings=settings)
-
-    def _score_prefill(self, prompts: Prompts, made: Prefilled) -> Outcome:
-        likeliest, losses, density = jax.device_get(
-            (made.likeliest, made.losses, made.cache.density)
-        )
+    def _score_prefill(self, prompts: Prompts, predicted: Predicted, cache: Cache) -> Outcome:
+        (likeliest, losses), density = jax.device_get((predicted, cache.density))
+        count = len(prompts.samples)
         if prompts.task in LOSS_TASKS:
-            return _outcome(prompts, density, losses=loss_in_prefill(prompts, losses))
-        return _outcome(prompts, density, is_right=right_in_prefill(prompts, likeliest))
+            return _outcome(count, density, losses=loss_in_prefill(prompts, losses))
+        return _outcome(count, density, is_right=right_in_prefill(prompts, likeliest))
 
     def _decode(
-        self, prompts: Prompts, made: Prefilled, settings: Settings, tokenizer: Any
+        self,
+        prompts: Prompts,
+        predicted: Predicted,
+        cache: Cache,
+        settings: Settings,
+        tokenizer: Any,
     ) -> Outcome:
         decoded = decode_program(
             self._params,
-            _cache_for(settings, made.cache),
-            made.first,
+            _cache_for(settings, cache),
+            predicted[0],
             prompts.continuation,
             prompts.num_forced,
             prompts.num_steps,
             settings=settings,
         )
-        first, first_losses, likeliest, losses, density = jax.device_get(
-            (made.first, made.losses, decoded.likeliest, decoded.losses, decoded.density)
-        )
+        before, ((likeliest, losses), density) = jax.device_get((predicted, decoded))
+        first, first_losses = (x[:, -1] for x in before)
+        count = len(prompts.samples)
         if prompts.task in LOSS_TASKS:
-            found = loss_in_decode(prompts, first_losses[:, -1], losses)
-            return _outcome(prompts, density, losses=found)
+            found = loss_in_decode(prompts, first_losses, losses)
+            return _outcome(count, density, losses=found)
         eos = self._model_config.eos_token_ids
         is_right = right_in_decode(prompts, first, likeliest, tokenizer, eos)
-        return _outcome(prompts, density, is_right=is_right)
+        return _outcome(count, density, is_right=is_right)
 
     def run_long(
         self, samples: Sequence[Sample], rule: Rule, phases: Sequence[str], *, num_tokens: int
@@ -344,18 +359,21 @@ class Measurement:
         tokens, _ = pad_right([sample.tokens for sample in rows], num_tokens)
         lengths = np.array([sample.answer_start for sample in rows], np.int32)
         answers = np.stack([sample.answer for sample in rows])
-        read = partial(read_program, self._params, tokens, lengths)
+        ends = lengths[:, None] - 1, answers[:, :1]
+        read = partial(prefill_program, self._params, tokens, lengths, *ends)
         plain, found = self._decoding(rule, "prefill"), dict[str, Outcome]()
-        dense = read(settings=self._reading(rule, "decode"))
+        dense = read(settings=self._reading(rule, "decode"))[1]
         for phase in phases:
             settings = self._decoding(rule, phase)
             reads_itself = phase == "both" and rule != DENSE
-            cache = read(settings=self._reading(rule, phase)) if reads_itself else dense
+            cache = read(settings=self._reading(rule, phase))[1] if reads_itself else dense
             caches = _cache_for(plain, dense), _cache_for(settings, cache)
-            compared = compare_program(
-                self._params, *caches, answers, plain=plain, settings=settings
+            *values, density = jax.device_get(
+                compare_program(self._params, *caches, answers, plain=plain, settings=settings)
             )
-            found[phase] = mean_over_tokens(*compared, count=len(samples))
+            names = ("losses", "divergences", "agreements")
+            means = (x.mean(axis=1, dtype=np.float64)[: len(samples)] for x in values)
+            found[phase] = _outcome(len(samples), density, **dict(zip(names, means, strict=True)))
         return found
 
     def probe(self, prompts: Prompts, rule: Rule, phases: Sequence[str]) -> dict[str, Probed]:
@@ -417,8 +435,7 @@ def _cache_for(settings: Settings, cache: Cache) -> Cache:
     return dataclasses.replace(cache, statistics=None, made_for=())
 
 
-def _outcome(prompts: Prompts, density: Any, **found: Any) -> Outcome:
-    """Makes an outcome without the batch's padding rows."""
-    count = len(prompts.samples)
+def _outcome(count: int, density: Density, **found: Any) -> Outcome:
+    """Makes the outcome of `count` prompts, without the batch's padding rows."""
     density = jax.tree.map(lambda x: x[..., :count], density)
     return Outcome(**{"is_right": None, "losses": None} | found, density=density)

@@ -9,7 +9,7 @@ On a mesh, ranks share the weights, but each attends with all heads to the whole
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
 from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
-from sketchwalk_jax.evaluation.tasks import Sample, draw_samples
+from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.inference.layer import select_whole
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import out_kernel
@@ -323,6 +323,8 @@ def planning_prompts(
 ) -> list[Int[np.ndarray, "_"]]:
     """Draws prompts to plan on, text with and without hidden facts, that no evaluation scores.
 
+    Instruction models read them in their chat template.
+
     Args:
       tokenizer: A tokenizer of transformers.
       num_tokens: Most tokens of a prompt.
@@ -332,37 +334,18 @@ def planning_prompts(
     check_integer("count", count)
     text = read_text() if text is None else text
     found = []
-    for sample in samples_in_turn(
-        TASKS, text, tokenizer, num_tokens=num_tokens, count=count, seed=HELD_OUT
-    ):
-        is_asked = sample.answer_start == len(sample.tokens)
-        answer = sample.answer if is_asked else sample.answer[:0]
-        found.append(np.concatenate([sample.tokens, answer]))
-    return found
-
-
-def samples_in_turn(
-    tasks: Sequence[str], text: Text, tokenizer: Any, *, num_tokens: int, count: int, seed: int
-) -> Iterator[Sample]:
-    """Draws samples of the tasks in turn, in the chat template of an instruction model.
-
-    Args:
-      tasks: Names of tasks.
-      text: Text to hide facts in.
-      tokenizer: A tokenizer of transformers.
-      num_tokens: Most tokens of a prompt with its answer.
-      count: Total number of samples.
-      seed: Seed of the samples.
-    """
     for index in range(count):
-        nth, place = divmod(index, len(tasks))
-        yield from draw_samples(
-            tasks[place],
+        nth, place = divmod(index, len(TASKS))
+        (sample,) = draw_samples(
+            TASKS[place],
             text,
             tokenizer,
             num_tokens=num_tokens - ANSWER_ROOM,
             count=1,
             first=nth,
-            seed=seed,
+            seed=HELD_OUT,
             wording="chat" if tokenizer.chat_template else "plain",
         )
+        is_asked = sample.answer_start == len(sample.tokens)
+        found.append(np.concatenate([sample.tokens, sample.answer[: None if is_asked else 0]]))
+    return found

@@ -90,11 +90,9 @@ def _own_command() -> list[str]:
 def _relative(word: str, root: Path | None) -> str:
     """Removes the folders of this machine from a word of the command."""
     path = Path(word)
-    if not path.is_absolute():
-        return word
     if root is not None and path.is_relative_to(root):
         return str(path.relative_to(root))
-    return path.name
+    return path.name if path.is_absolute() else word
 
 
 def hash_weights(directory: str | os.PathLike[str]) -> dict[str, str]:

@@ -21,7 +21,6 @@ from sketchwalk_jax.evaluation.results import Results
 from sketchwalk_jax.evaluation.rows import Row
 from sketchwalk_jax.evaluation.tables import (
     PHASE_TITLES,
-    Pooled,
     accuracy_table,
     check_choices,
     densities,
@@ -32,6 +31,7 @@ from sketchwalk_jax.evaluation.tables import (
     longest,
     loss_table,
     mean_by_layer,
+    mean_of,
     measured_phases,
     nominal_density,
     policy_label,
@@ -45,13 +45,14 @@ from sketchwalk_jax.evaluation.tables import (
     task_title,
     tasks_of,
     values_of,
+    without_parts,
 )
 from sketchwalk_jax.evaluation.tasks import LOSS_TASKS, Sample, draw_samples
 from sketchwalk_jax.inference.cache import sparse_layers
 from sketchwalk_jax.inference.generation import make_generate
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.plots import BLUE, LIGHT_GREY, ORANGE, import_pyplot, plot_block_map
-from sketchwalk_jax.policies import Policy, by_name, with_plan
+from sketchwalk_jax.policies import by_name, with_plan
 from sketchwalk_jax.text.haystack import read_text
 
 if TYPE_CHECKING:
@@ -171,26 +172,37 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
         is_there = any(row.get(field) is not None for row in rows)
         return [make(rows, densities=nominal, tokens=tokens)] if is_there else []
 
+    def tables(make: Callable[..., str], phases: Sequence[str | None] = (None,)) -> list[str]:
+        """Makes a titled table for each density, and for each phase if `make` takes one."""
+        found = []
+        for density in nominal:
+            for phase in phases:
+                place = f", sparse in {PHASE_TITLES[phase].lower()}" if phase else ""
+                found.append(f"**{density_title(density)}{place}, {tokens:,} tokens**")
+                options = {"phase": phase} if phase else {}
+                found.append(make(rows, density=density, tokens=tokens, **options))
+        return found
+
     has_hops = any(row["hops"] is not None for row in rows)
     parts = {
         "setup": [*describe_gaps(results), describe_results(results)],
         "summary": [
             *describe_gaps(results),
-            *_tables(summary_table, rows, nominal, tokens),
+            *tables(summary_table),
             SUMMARY_NOTE,
         ],
         "accuracy": [
             *show("accuracy"),
-            *_tables(accuracy_table, rows, nominal, tokens, phases),
+            *tables(accuracy_table, phases),
         ],
-        "differences": _tables(difference_table, rows, nominal, tokens, phases),
+        "differences": tables(difference_table, phases),
         "lengths": [
             block
             for density in nominal
             for block in (f"**{density_title(density)}**", lengths_table(rows, density=density))
         ],
         "depths": show("needle_depth"),
-        "hops": _tables(hops_table, rows, nominal, tokens) if has_hops else [],
+        "hops": tables(hops_table) if has_hops else [],
         "loss": table_if("text_loss", loss_table),
         "layers": [
             *table_if("mass_recall_by_layer", recall_table),
@@ -200,24 +212,6 @@ def sections(results: Results, *, plots: str | None = None) -> dict[str, str]:
         "settings": [settings_table(rows) or NOT_CALIBRATED],
     }
     return {name: "\n\n".join(blocks) or NOT_MEASURED for name, blocks in parts.items()}
-
-
-def _tables(
-    make: Callable[..., str],
-    rows: Sequence[Row],
-    nominal: Sequence[float | None],
-    tokens: int,
-    phases: Sequence[str | None] = (None,),
-) -> list[str]:
-    """Makes a titled table for each density, and for each phase if `make` takes one."""
-    found = []
-    for density in nominal:
-        for phase in phases:
-            place = f", sparse in {PHASE_TITLES[phase].lower()}" if phase else ""
-            found.append(f"**{density_title(density)}{place}, {tokens:,} tokens**")
-            options = {"phase": phase} if phase else {}
-            found.append(make(rows, density=density, tokens=tokens, **options))
-    return found
 
 
 def describe_gaps(results: Results) -> list[str]:
@@ -265,39 +259,30 @@ def _listed(values: Sequence[Any]) -> str:
 def describe_results(results: Results) -> str:
     """Describes model, text, prompts, machine and command in two paragraphs."""
     meta, rows = results.meta, results.rows
-    model, text = meta["model"], meta["text"]
+    model, text, fields = meta["model"], meta["text"], meta.get("fields") or {}
     hashes = ", ".join(f"`{value[:16]}`" for value in model["sha256"].values())
     part = "" if text["tail"] == 1 else f", the last {text['tail']:.0%} of it"
-    by_hops = {row["prompts"] for row in rows if row["hops"] is not None}
-    others = {row["prompts"] for row in rows if row["hops"] is None and row["depth"] is None}
-    counts = f"{_range(others)} prompts of each task and length" if others else ""
-    if by_hops:
-        counts += (
-            f"{', ' if counts else ''}{_range(by_hops)} for each number of statements to follow"
-        )
-    if meta.get("probe_prompts"):
-        counts += f" (attention mass, errors and bytes on {meta['probe_prompts']} of each)"
+    counts = []
+    for what, has_hops in (
+        ("prompts of each task and length", False),
+        ("for each number of statements to follow", True),
+    ):
+        own = [row for row in rows if (row["hops"] is not None) == has_hops]
+        found = sorted({row["prompts"] for row in own if has_hops or row["depth"] is None})
+        if found:
+            ends = f"{found[0]} to {found[-1]}" if len(found) > 1 else f"{found[0]}"
+            counts.append(f"{ends} {what}")
+    probed = meta.get("probe_prompts")
+    bytes_of = f" (attention mass, errors and bytes on {probed} of each)" if probed else ""
+    shared = ", ".join(f"`{name}={value}`" for name, value in fields.items())
     lengths = ", ".join(f"{tokens:,}" for tokens in values_of(rows, "tokens"))
     return (
         f"Model `{model['name']}` ({meta['dtype']}; SHA-256 of its weights begins {hashes}). "
         f"Facts are hidden in {text['name']}{part} (SHA-256 `{text['sha256'][:16]}`), in prompts "
-        f"of {lengths} tokens: {counts}, seed {meta['seed']}, the same ones for every policy. "
-        f"{_fields_text(meta)}The run took {meta['wall_s'] / 60:.1f} minutes.\n\n"
-        f"{describe_run(meta)}"
+        f"of {lengths} tokens: {', '.join(counts)}{bytes_of}, seed {meta['seed']}, the same ones "
+        f"for every policy. {f'In every policy that has them: {shared}. ' if shared else ''}"
+        f"The run took {meta['wall_s'] / 60:.1f} minutes.\n\n{describe_run(meta)}"
     )
-
-
-def _fields_text(meta: Mapping[str, Any]) -> str:
-    """Describes the policy fields that the evaluation set; all others are defaults."""
-    fields = meta.get("fields") or {}
-    if not fields:
-        return ""
-    text = ", ".join(f"`{name}={value}`" for name, value in fields.items())
-    return f"In every policy that has them: {text}. "
-
-
-def _range(counts: set[int]) -> str:
-    return f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
 def describe_run(meta: Mapping[str, Any]) -> str:
@@ -352,23 +337,24 @@ def drawings(rows: Sequence[Row]) -> dict[str, Drawing]:
       >>> list(drawings(rows))  # doctest: +SKIP
       ['accuracy_prefill', 'accuracy_decode', 'accuracy_both', 'needle_depth_prefill', ...]
     """
-    found = {}
+    found: dict[str, Drawing] = {}
 
     def add(name: str, what: str, plot: Callable[..., "Figure"], phases: Sequence[str]) -> None:
         for phase in phases:
             description = f"{what}, {PHASE_TITLES[phase].lower()} sparse"
-            draw = functools.partial(plot, rows, phase=phase)
-            found[f"{name}_{phase}"] = Drawing(description, draw)
+            found[f"{name}_{phase}"] = Drawing(
+                description, functools.partial(plot, rows, phase=phase)
+            )
 
     phases = measured_phases(rows)
     add("accuracy", "Right answers against measured density", plot_accuracy, phases)
     by_depth = [row for row in rows if row["depth"] is not None]
     with_depth = [phase for phase in phases if rows_with(by_depth, phase=phase)]
     add("needle_depth", "Needles found by depth and length", plot_needle_depth, with_depth)
-    for name, what in (
-        ("mass_recall", "Attention mass kept"),
-        ("output_error", "Error of the output"),
-    ):
+    for name, what in {
+        "mass_recall": "Attention mass kept",
+        "output_error": "Error of the output",
+    }.items():
         field = f"{name}_by_layer"
         plot = functools.partial(plot_by_layer, field=field)
         add(name, f"{what} by layer", plot, probed_phases(rows, field))
@@ -432,8 +418,7 @@ def plot_accuracy(
     widest = max((x for x in measured if x is not None), default=1.0)
     for index, (task, axis) in enumerate(zip(tasks, axes, strict=True)):
         is_loss, some = task in LOSS_TASKS, rows_with(chosen, task=task)
-        dense = pool(rows_with(some, label="dense"))
-        value, low, high = _height(dense, is_loss=is_loss)
+        value, low, high = _height(rows_with(some, label="dense"), is_loss=is_loss)
         if value is not None:
             axis.axhline(value, color="black", linestyle="--", linewidth=1.2, zorder=1)
         if low is not None:
@@ -472,12 +457,11 @@ def plot_accuracy(
     return figure
 
 
-def _height(pooled: Pooled | None, *, is_loss: bool) -> tuple[Any, Any, Any]:
+def _height(rows: Sequence[Row], *, is_loss: bool) -> tuple[Any, Any, Any]:
     """Returns the height of a point, and both ends of its interval if it has one."""
-    if pooled is None:
-        return None, None, None
-    if is_loss:
-        return pooled.text_loss, None, None
+    pooled = pool(rows)
+    if pooled is None or is_loss:
+        return pooled and pooled.text_loss, None, None
     return pooled.exact, pooled.low, pooled.high
 
 
@@ -485,9 +469,9 @@ def _density_points(rows: Sequence[Row], *, is_loss: bool) -> list[tuple[float, 
     """Points of one policy by ascending measured density: density, height, ends of the interval."""
     found = []
     for density in values_of(rows, "density") or [None]:
-        pooled = pool(rows_with(rows, density=density))
-        height, *ends = _height(pooled, is_loss=is_loss)
-        place = None if pooled is None else pooled.density_sparse_layers
+        some = rows_with(rows, density=density)
+        place = mean_of(without_parts(some), "measured_density_sparse_layers")
+        height, *ends = _height(some, is_loss=is_loss)
         if place is not None and height is not None:
             found.append((place, height, *(height if one is None else one for one in ends)))
     return sorted(found)
@@ -501,17 +485,9 @@ def plot_needle_depth(
 ) -> "Figure":
     """Plots how often a needle is found by its depth and the length: a panel for each policy.
 
-    Args:
-      rows: Rows of one evaluation, with rows of `single_needle` by depth among them.
-      phase: Phase in which selection is sparse: `"prefill"`, `"decode"` or `"both"`.
-      density: Nominal density; the highest below 1 by default.
-
-    Returns:
-      The figure. Cells without a measurement are left white.
-
-    Raises:
-      ImportError: If matplotlib is missing.
-      ValueError: If there are no such rows.
+    Arguments and errors as in `plot_accuracy`; `density` is the nominal density, by default the
+    highest below 1. There must be rows of `single_needle` by depth. Cells without a measurement are
+    left white.
 
     Example:
       >>> plot_needle_depth(read_results("quality.json").rows, density=0.1)  # doctest: +SKIP
@@ -583,22 +559,12 @@ def plot_by_layer(
     density: float | None = None,
     tokens: int | None = None,
 ) -> "Figure":
-    """Plots the probe's measurements layer by layer, a line for each policy.
+    """Plots the probe's measurements layer by layer, a line for each policy, means over tasks.
 
-    Args:
-      rows: Rows of one evaluation; values are means over its tasks.
-      field: `"mass_recall_by_layer"`, the share of dense attention's mass that the selected blocks
-        hold, or `"output_error_by_layer"`, `‖sparse - dense‖ / ‖dense‖` of attention's output.
-      phase: Phase in which selection is sparse: `"prefill"`, `"decode"` or `"both"`.
-      density: Nominal density; the highest below 1 by default.
-      tokens: Prompt length; the longest with such values by default.
-
-    Returns:
-      The figure.
-
-    Raises:
-      ImportError: If matplotlib is missing.
-      ValueError: If no row has such values.
+    Arguments and errors as in `plot_needle_depth`, and `tokens` is by default the longest length
+    with such values. `field` is `"mass_recall_by_layer"`, the share of dense attention's mass that
+    the selected blocks hold, or `"output_error_by_layer"`, `‖sparse - dense‖ / ‖dense‖` of
+    attention's output.
 
     Example:
       >>> plot_by_layer(read_results("quality.json").rows)  # doctest: +SKIP
@@ -707,8 +673,8 @@ def model_drawings(
       preset: Preset of Sketch-and-Walk, at density 0.2 where it has one.
 
     Returns:
-      `block_map`, the attended blocks layer by layer. The prompt fills the model's context, up to
-      4,096 tokens.
+      `block_map`, the attended blocks layer by layer; an orange mark below each panel shows the
+      block with the fact. The prompt fills the model's context, up to 4,096 tokens.
 
     Raises:
       ValueError: When drawn, if the preset does not fit the model.
@@ -725,36 +691,26 @@ def model_drawings(
         sample = draw_samples("single_needle", read_text(), tokenizer, **options)[1]
         own = None if preset == "released" else _MAP_DENSITY
         policy = with_plan(by_name("sketchwalk", preset=preset, density=own), model_config.plan)
-        return _plot_needle_map(params, sample, model_config, policy, preset)
+        generate = make_generate(model_config, policy, max_new_tokens=1, return_selection=True)
+        generation = jax.device_get(generate(params, sample.tokens[None]))
+        sparse = list(sparse_layers(model_config, policy))
+        measured = float(np.mean(np.asarray(generation.measured_density.prefill)[sparse]))
+        figure = plot_block_map(
+            generation.selection,
+            num_tokens=len(sample.tokens),
+            dense_layers=policy.dense_layers,
+            title=f"Blocks attended to in a prompt of {len(sample.tokens):,} tokens "
+            f"(preset {preset}, measured density {measured:.2f})",
+        )
+        place = find_answer(sample)
+        if place is not None:
+            for axis in figure.axes:
+                at = [place // policy.block_size], [axis.get_ylim()[0]]
+                axis.plot(*at, "^", color=ORANGE, markersize=6, clip_on=False)
+        return figure
 
     what = "Key blocks that each query block attended to, layer by layer"
     return {"block_map": Drawing(what, draw_map)}
-
-
-def _plot_needle_map(
-    params: PyTree, sample: Sample, model_config: ModelConfig, policy: Policy, name: str
-) -> "Figure":
-    """Draws the blocks that a policy attends to in a prompt, layer by layer.
-
-    An orange mark below each panel shows the block with the fact that the question asks for.
-    """
-    generate = make_generate(model_config, policy, max_new_tokens=1, return_selection=True)
-    generation = jax.device_get(generate(params, sample.tokens[None]))
-    sparse = list(sparse_layers(model_config, policy))
-    measured = float(np.mean(np.asarray(generation.measured_density.prefill)[sparse]))
-    figure = plot_block_map(
-        generation.selection,
-        num_tokens=len(sample.tokens),
-        dense_layers=policy.dense_layers,
-        title=f"Blocks attended to in a prompt of {len(sample.tokens):,} tokens "
-        f"(preset {name}, measured density {measured:.2f})",
-    )
-    place = find_answer(sample)
-    if place is not None:
-        for axis in figure.axes:
-            at = [place // policy.block_size], [axis.get_ylim()[0]]
-            axis.plot(*at, "^", color=ORANGE, markersize=6, clip_on=False)
-    return figure
 
 
 def find_answer(sample: Sample) -> int | None:
@@ -762,10 +718,7 @@ def find_answer(sample: Sample) -> int | None:
 
     `None` if the text does not contain its tokens in one piece.
     """
-    answer = sample.answer[:-1]  # the full stop may merge with the next token
-    before = sample.tokens[: sample.question_start]
-    if not len(answer) or len(before) < len(answer):
-        return None
-    windows = np.lib.stride_tricks.sliding_window_view(before, len(answer))
-    found = np.flatnonzero(np.all(windows == answer[None], axis=-1))
-    return int(found[0]) if found.size else None
+    answer = sample.answer[:-1].tolist()  # the full stop may merge with the next token
+    before = sample.tokens[: sample.question_start].tolist()
+    starts = range(len(before) - len(answer) + 1) if answer else ()
+    return next((i for i in starts if before[i : i + len(answer)] == answer), None)

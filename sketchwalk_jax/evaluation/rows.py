@@ -123,12 +123,14 @@ class Outcome:
         Returns:
           The density; None without pairs.
         """
-        density, attended, causal = self.density, 0.0, 0.0
+        attended, causal = 0.0, 0.0
         for name in ("prefill", "decode") if phase == "both" else (phase,):
-            pairs = np.asarray(getattr(density, f"{name}_pairs"), np.float64)[list(layers)]
-            attended += pairs[:, is_chosen].sum()
-            every = np.asarray(getattr(density, f"{name}_causal"), np.float64)[is_chosen].sum()
-            causal += every * len(pairs)
+            pairs, every = (
+                np.asarray(getattr(self.density, f"{name}_{kind}"), np.float64)[..., is_chosen]
+                for kind in ("pairs", "causal")
+            )
+            attended += pairs[list(layers)].sum()
+            causal += every.sum() * len(layers)
         return attended / causal if causal else None
 
 
@@ -181,24 +183,24 @@ def make_rows(
     recall, error = probe.mass_recall, probe.output_error
     num_layers = len(outcome.density.prefill_pairs)
     sparse = [layer for layer in range(num_layers) if layer not in dense_layers]
-    is_leading = dense_layers == tuple(range(len(dense_layers)))
 
     def by_layer(values: Sequence[float]) -> list[float | None] | None:
         found = dict(zip(sparse, map(_round, values), strict=False)) if values else {}
         return [found.get(layer) for layer in range(num_layers)] if found else None
 
-    common = {
+    common: dict[str, Any] = {
         **rule.name_fields,
         "phase": phase,
         "task": samples[0].task,
         "tokens": tokens,
-        "settings": _with_plan(settings, rule),
-        "dense_layers": None
-        if rule.policy == "dense"
-        else len(dense_layers)
-        if is_leading
-        else list(dense_layers),
+        "settings": None if settings is None and rule.plan is None else dict(settings or {}),
+        "dense_layers": None,
     }
+    if rule.plan is not None:
+        common["settings"]["plan"] = rule.plan.short_hash
+    if rule.policy != "dense":
+        is_leading = dense_layers == tuple(range(len(dense_layers)))
+        common["dense_layers"] = len(dense_layers) if is_leading else list(dense_layers)
     common |= dict(more or {})
     probed = {
         "mass_recall": _round(np.mean(recall)) if recall else None,
@@ -236,12 +238,6 @@ def make_rows(
         nothing = dict.fromkeys((*probed, "is_right"))
         rows += [row(depth == some, depth=float(some)) | nothing for some in np.unique(depth)]
     return rows
-
-
-def _with_plan(settings: Mapping[str, Any] | None, rule: Rule) -> dict[str, Any] | None:
-    if rule.plan is None:
-        return None if settings is None else dict(settings)
-    return {**(settings or {}), "plan": rule.plan.short_hash}
 
 
 def empty_row(rule: Rule, *, task: str, tokens: int, drawn: int) -> dict[str, Any]:
@@ -294,12 +290,11 @@ def _round(value: Any) -> float | None:
 
 def group_key(rule: Rule, phase: str, task: str, tokens: int) -> tuple[Any, ...]:
     """Identifies the rows of one rule, phase, task and length."""
-    return (rule.policy, rule.preset, rule.variant, rule.density, phase, task, tokens)
+    return group_key_of(rule.name_fields | {"phase": phase, "task": task, "tokens": tokens})
 
 
 def group_key_of(row: Row) -> tuple[Any, ...]:
     """Identifies the rows of one rule, phase, task and length by one of them."""
-    fields = ("density", "phase", "task", "tokens")
+    names = ("policy", "preset", "density", "phase", "task", "tokens")
     # Older files lack the field `variant`.
-    rule = (row["policy"], row["preset"], row.get("variant"))
-    return (*rule, *(row[field] for field in fields))
+    return (*(row[name] for name in names), row.get("variant"))

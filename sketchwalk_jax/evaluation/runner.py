@@ -1,5 +1,6 @@
 """`evaluate`: every policy on every task, at several lengths, densities and phases."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sketchwalk_jax.evaluation.calibrated_rules import OutOfReach, SetRule, set_rules
+from sketchwalk_jax.evaluation.calibrated_rules import FittedRule, fit_rules
 from sketchwalk_jax.evaluation.measure import Measurement, check_devices
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM, make_prompts
 from sketchwalk_jax.evaluation.provenance import describe_machine, hash_weights
@@ -45,11 +46,8 @@ def evaluate(
     text: Text | None = None,
     dtype: str | None = None,
     sharding: Placement | None = None,
-    out: str | os.PathLike[str] = "quality.json",
-    overwrite: bool = False,
-    seconds: float | None = None,
-    other_code: bool = False,
     progress: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measures the quality of selections on a checkpoint, and writes it to a file as it goes.
 
@@ -60,17 +58,11 @@ def evaluate(
       dtype: Type of weights and cache; by default float32 on CPUs, else the checkpoint's.
       sharding: Placement on a mesh of devices of this host, from `sharding.place`; one device by
         default. Answers differ only by rounding.
-      out: File of the results. An existing file is continued: its rows are not run again.
-      overwrite: Whether to replace an existing file instead.
-      seconds: Time after which no further prompts are begun; finished rows are kept, and another
-        call continues. No limit by default.
-      other_code: Whether to continue a file that another version of this package began, which is
-        refused by default; each row then names its version.
       progress: Whether to show progress on standard error.
+      **options: Further options of `evaluate_model`: `out`, `overwrite`, `seconds`, `other_code`.
 
     Returns:
-      `{"meta": ..., "rows": ...}`, as in the file; `Results(**found).missing` lists the groups left
-      when time ran out.
+      As `evaluate_model`.
 
     Raises:
       ValueError: If the checkpoint, the text or the lengths do not fit, or if `out` holds results
@@ -87,29 +79,12 @@ def evaluate(
     text = read_text() if text is None else text
     directory = find_checkpoint(directory, progress=progress)
     tokenizer = load_tokenizer(directory)
-    params, model_config = load(
-        directory, dtype=_dtype(dtype), sharding=sharding, progress=progress
-    )
-    model = {"name": checkpoint_name(directory), "sha256": hash_weights(directory)}
-    return evaluate_model(
-        params,
-        model_config,
-        tokenizer,
-        text=text,
-        model=model,
-        config=config,
-        out=out,
-        overwrite=overwrite,
-        seconds=seconds,
-        other_code=other_code,
-        progress=progress,
-    )
-
-
-def _dtype(dtype: str | None) -> str | None:
     if dtype is None and jax.default_backend() == "cpu":
-        return "float32"  # CPUs are slow in 16 bits
-    return dtype
+        dtype = "float32"  # CPUs are slow in 16 bits
+    params, model_config = load(directory, dtype=dtype, sharding=sharding, progress=progress)
+    model = {"name": checkpoint_name(directory), "sha256": hash_weights(directory)}
+    own: dict[str, Any] = {"text": text, "model": model, "config": config, "progress": progress}
+    return evaluate_model(params, model_config, tokenizer, **own, **options)
 
 
 def evaluate_model(
@@ -135,14 +110,17 @@ def evaluate_model(
       text: Text to hide facts in.
       model: Identification of the model for `meta`, compared when results are continued.
       config: As in `evaluate`.
-      out: As in `evaluate`.
-      overwrite: As in `evaluate`.
-      seconds: As in `evaluate`.
-      other_code: As in `evaluate`.
+      out: File of the results. An existing file is continued: its rows are not run again.
+      overwrite: Whether to replace an existing file instead.
+      seconds: Time after which no further prompts are begun; finished rows are kept, and another
+        call continues. No limit by default.
+      other_code: Whether to continue a file that another version of this package began, which is
+        refused by default; each row then names its version.
       progress: As in `evaluate`.
 
     Returns:
-      As `evaluate`.
+      `{"meta": ..., "rows": ...}`, as in the file; `Results(**found).missing` lists the groups left
+      when time ran out.
 
     Raises:
       ValueError: As `evaluate`.
@@ -150,32 +128,22 @@ def evaluate_model(
         without a supported mesh.
     """
     config = config or EvaluationConfig()
-    placement = placement_of(params, model_config)
+    placement, weights = placement_of(params, model_config), weights_of(params)
     _check_policies(config, placement)
     lengths = check_lengths(config, model_config)
-    mesh: dict[str, Any] = {} if placement is None else {"mesh": dict(placement.mesh.shape)}
-    weights = weights_of(params)
-    eight_bits: dict[str, Any] = {} if weights is None else {"weights": weights}
+    known: dict[str, Any] = {} if placement is None else {"mesh": dict(placement.mesh.shape)}
+    known |= {} if weights is None else {"weights": weights}
     meta = describe_machine(
         model=dict(model),
-        **mesh,
-        **eight_bits,
+        **known,
         **describe_texts(text, config),
         **config.describe(),
         dtype=params["embed"]["embedding"].dtype.name,
     )
     file = ResultsFile(out, meta, overwrite=overwrite, other_code=other_code)
-    continue_evaluation(
-        file,
-        params,
-        model_config,
-        tokenizer,
-        text=text,
-        config=config,
-        lengths=lengths,
-        seconds=seconds,
-        progress=progress,
-    )
+    what: dict[str, Any] = {"text": text, "config": config, "lengths": lengths}
+    model_and_file = (file, params, model_config, tokenizer)
+    continue_evaluation(*model_and_file, **what, seconds=seconds, progress=progress)
     return {"meta": file.meta, "rows": file.rows}
 
 
@@ -229,9 +197,10 @@ def continue_evaluation(
     if seconds is not None:
         check_number("seconds", seconds, "(0, inf)")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
+    check_devices(params, model_config)
     run = _Run(params, model_config, tokenizer, text, config, file, deadline)
     try:
-        run.finish(tuple(lengths), progress=progress)
+        run.finish(lengths, progress=progress)
     except _OutOfTimeError:
         return False
     return True
@@ -293,84 +262,76 @@ def choose_batch(
 def _free_memory() -> int:
     """Returns the device's bytes for this process; on a CPU, a quarter of the machine's memory."""
     found = free_bytes(jax.devices()[0])
-    return (
-        found
-        if found is not None
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    )
+    if found is not None:
+        return found
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
+@dataclasses.dataclass
 class _Run:
     """A running evaluation, and its current length."""
 
-    def __init__(
-        self,
-        params: PyTree,
-        model_config: ModelConfig,
-        tokenizer: Any,
-        text: Text,
-        config: EvaluationConfig,
-        file: ResultsFile,
-        deadline: float,
-    ) -> None:
-        check_devices(params, model_config)
-        self._deadline = deadline
-        self._params, self._model_config, self._tokenizer = params, model_config, tokenizer
-        self._text, self._config, self._file = text, config, file
-        self._rules = [rule.with_plan(model_config.plan) for rule in config.rules()]
+    params: PyTree
+    model_config: ModelConfig
+    tokenizer: Any
+    text: Text
+    config: EvaluationConfig
+    file: ResultsFile
+    deadline: float
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Adds the model's plan to the rules, and checks that the file's rows have the same."""
+        plan = self.model_config.plan
+        self._rules = [rule.with_plan(plan) for rule in self.config.rules()]
         for rule in self._rules:
-            file.check_plan(rule)
+            self.file.check_plan(rule)
 
-    def _note_asked(self, lengths: tuple[int, ...]) -> None:
-        """Notes in the file which rows are requested."""
-        rules = [
-            rule.name_fields | {"phases": list(self._config.phases_of_rule(rule))}
-            for rule in self._rules
-        ]
-        tasks = list(self._config.tasks)
-        self._file.note("asked", tokens=list(lengths), tasks=tasks, rules=rules)
-
-    def finish(self, lengths: tuple[int, ...], *, progress: bool) -> None:
+    def finish(self, lengths: Sequence[int], *, progress: bool) -> None:
         """Runs the groups that the file lacks."""
         missing = {num_tokens: self._missing(num_tokens) for num_tokens in lengths}
         missing = {num_tokens: tasks for num_tokens, tasks in missing.items() if tasks}
-        for self._num_tokens, tasks in missing.items():
+        for self.num_tokens, tasks in missing.items():
             for task in tasks:
                 self._draw(task, count=1)  # raises at once if a task does not fit
-        self._note_asked(lengths)
-        if missing and self._file.rows:
-            self._file.write()  # from now on, an interrupted file tells what it lacks
+        asked = [
+            rule.name_fields | {"phases": list(self.config.phases_of_rule(rule))}
+            for rule in self._rules
+        ]
+        self.file.note("asked", tokens=list(lengths), tasks=list(self.config.tasks), rules=asked)
+        if missing and self.file.rows:
+            self.file.write()  # from now on, an interrupted file tells what it lacks
         total = sum(
-            len(wanted) * self._config.num_prompts(task)
+            len(wanted) * self.config.num_prompts(task)
             for tasks in missing.values()
             for task, wanted in tasks.items()
         )
         with progress_bar(total, "evaluating", unit=" prompts", is_wanted=progress) as self._bar:
-            for self._num_tokens, tasks in missing.items():
+            for self.num_tokens, tasks in missing.items():
                 self._check_time()
-                self._set_rules(tasks)
+                self._fit_rules(tasks)
                 for task, wanted in tasks.items():
-                    self._bar.set_postfix_str(f"{task}, {self._num_tokens} tokens")
-                    samples = self._draw(task)
-                    if self._config.is_filtered(task):
-                        self._filtered_group(samples, wanted)
+                    self._bar.set_postfix_str(f"{task}, {self.num_tokens} tokens")
+                    if self.config.is_filtered(task):
+                        self._filtered_group(self._draw(task), wanted)
                         continue
+                    samples = self._draw(task)
                     for rule, phases in wanted.items():
                         self._group(samples, rule, phases)
-        if missing and self._file.rows:
-            self._file.write()  # also notes the rules left out at the last length
+        if missing and self.file.rows:
+            self.file.write()  # also notes the rules left out at the last length
 
     def _missing(self, num_tokens: int) -> dict[str, Wanted]:
         """Lists the phases of each rule that the file lacks, by task."""
         found: dict[str, Wanted] = {}
-        for task in self._config.tasks:
-            answered = self._file.drawn(task, num_tokens)
+        for task in self.config.tasks:
+            answered = self.file.drawn(task, num_tokens)
             is_hopeless = answered is not None and "1" not in answered
             for rule in self._rules:
                 phases = tuple(
                     phase
-                    for phase in self._config.phases_of_rule(rule)
-                    if not self._file.has(group_key(rule, phase, task, num_tokens))
+                    for phase in self.config.phases_of_rule(rule)
+                    if not self.file.has(group_key(rule, phase, task, num_tokens))
                     and not (is_hopeless and rule != DENSE)
                     and (task != "long_decode" or rule == DENSE or phase != "prefill")
                 )
@@ -382,20 +343,20 @@ class _Run:
         is_within = task in LOSS_TASKS or task == "mid_prompt"
         return draw_samples(
             task,
-            text_for(task, self._text),
-            self._tokenizer,
-            num_tokens=self._num_tokens if is_within else self._num_tokens - ANSWER_ROOM,
-            count=count or self._config.num_prompts(task),
-            seed=self._config.seed,
-            wording=self._config.wording,
+            text_for(task, self.text),
+            self.tokenizer,
+            num_tokens=self.num_tokens if is_within else self.num_tokens - ANSWER_ROOM,
+            count=count or self.config.num_prompts(task),
+            seed=self.config.seed,
+            wording=self.config.wording,
             first=first,
         )
 
     def _check_time(self) -> None:
-        if time.monotonic() > self._deadline:
+        if time.monotonic() > self.deadline:
             raise _OutOfTimeError
 
-    def _set_rules(self, tasks: dict[str, Wanted]) -> None:
+    def _fit_rules(self, tasks: dict[str, Wanted]) -> None:
         """Fits the rules of one length to their density, on held-out prompts if they need any.
 
         Rules that cannot reach their density are removed from `tasks` and not run.
@@ -406,100 +367,97 @@ class _Run:
             self._bar.set_postfix_str(what)
 
         rules = dict.fromkeys(rule for wanted in tasks.values() for rule in wanted)
-        found: dict[Rule, SetRule | OutOfReach] = {}
+        found: dict[Rule, FittedRule] = {}
         for rule in rules:
             # Densities over all layers keep the first call's settings; others are calibrated on
             # each call's tasks.
-            settings = self._file.settings(rule, self._num_tokens)
+            settings = self.file.settings(rule, self.num_tokens)
             if rule.over == "all_layers" and settings is not None:
-                found[rule] = SetRule.before(rule, settings)
+                found[rule] = FittedRule.restored(rule, settings)
         batch = choose_batch(
-            self._model_config,
-            self._config,
-            num_tokens=self._num_tokens,
-            dtype=self._params["embed"]["embedding"].dtype,
-            placement=placement_of(self._params, self._model_config),
+            self.model_config,
+            self.config,
+            num_tokens=self.num_tokens,
+            dtype=self.params["embed"]["embedding"].dtype,
+            placement=placement_of(self.params, self.model_config),
         )
-        found |= set_rules(
+        found |= fit_rules(
             [rule for rule in rules if rule not in found],
-            self._params,
-            self._model_config,
-            self._text,
-            self._tokenizer,
-            tasks=self._config.calibrated_on or self._config.tasks,
-            num_tokens=self._num_tokens,
+            self.params,
+            self.model_config,
+            self.text,
+            self.tokenizer,
+            tasks=self.config.calibrated_on or self.config.tasks,
+            num_tokens=self.num_tokens,
             batch=batch,
-            seed=self._config.seed,
-            wording=self._config.wording,
+            seed=self.config.seed,
+            wording=self.config.wording,
             before=tell,
         )
         for rule, one in found.items():
-            if isinstance(one, OutOfReach):
+            if one.settings is None:
                 phases = {phase for wanted in tasks.values() for phase in wanted.pop(rule, ())}
-                self._file.note(
+                self.file.note(
                     "not_run",
                     **rule.name_fields,
                     phases=sorted(phases),
-                    tokens=self._num_tokens,
+                    tokens=self.num_tokens,
                     least_density_all_layers=round(one.least, 5),
                 )
-        self._set = {rule: one for rule, one in found.items() if isinstance(one, SetRule)}
-        policies = {rule: one.policy for rule, one in self._set.items()}
+        self._fitted = found
+        policies = {rule: one.policy for rule, one in found.items()}
         self._measurement = Measurement(
-            self._params, self._model_config, batch=batch, policies=policies
+            self.params, self.model_config, batch=batch, policies=policies
         )
 
     def _filtered_group(self, samples: list[Sample], wanted: Wanted) -> None:
         """Measures the rules on the prompts that dense attention answers."""
-        task = samples[0].task
-        answered = self._file.drawn(task, self._num_tokens) if DENSE not in wanted else None
-        if answered is None:
-            answered = self._find_answered(samples)
+        task, outcome = samples[0].task, None
+        answered = self.file.drawn(task, self.num_tokens)
+        if DENSE in wanted or answered is None:
+            answered, outcome = self._find_answered(samples)
         missing = len(answered) - len(samples)
         if missing > 0:
             samples = samples + self._draw(task, missing, first=len(samples))
         kept = [sample for sample, one in zip(samples, answered, strict=False) if one == "1"]
-        more = self._filtered_fields(task, answered)
+        least = LEAST_KEPT * self.config.num_prompts(task)
+        more = {"drawn": len(answered), "in_mean": len(kept) >= least}
+        if not kept:
+            options: dict[str, Any] = {"task": task, "tokens": self.num_tokens}
+            self.file.add([empty_row(DENSE, drawn=len(answered), **options)])
+        elif outcome is not None:
+            self._add({"both": outcome}, kept, DENSE, more)
         for rule, phases in wanted.items():
             if kept and rule != DENSE:
                 self._group(kept, rule, phases, more)
 
-    def _filtered_fields(self, task: str, answered: str) -> dict[str, Any]:
-        least = LEAST_KEPT * self._config.num_prompts(task)
-        return {"drawn": len(answered), "in_mean": answered.count("1") >= least}
+    def _find_answered(self, samples: list[Sample]) -> tuple[str, Outcome]:
+        """Runs dense attention until it has answered enough prompts, and notes which it has.
 
-    def _find_answered(self, samples: list[Sample]) -> str:
-        """Runs dense attention until it has answered enough prompts, and writes its rows."""
+        Further prompts are added to `samples`. Returns `"0110..."`, and the answered prompts.
+        """
         task, batch = samples[0].task, self._measurement.batch
-        count = self._config.num_prompts(task)
+        count = self.config.num_prompts(task)
+        most = count * self.config.tries
         flags: list[bool] = []
         outcomes: list[Outcome] = []
-        while sum(flags) < count and len(flags) < count * self._config.tries:
+        while sum(flags) < count and len(flags) < most:
             self._check_time()
             if len(samples) < len(flags) + batch:
                 samples += self._draw(task, count, first=len(samples))
-            some = samples[len(flags) : min(len(flags) + batch, count * self._config.tries)]
-            prompts = make_prompts(some, batch=batch, num_tokens=self._num_tokens)
-            found = self._measurement.run(prompts, DENSE, ("both",), self._tokenizer)
+            some = samples[len(flags) : min(len(flags) + batch, most)]
+            prompts = make_prompts(some, batch=batch, num_tokens=self.num_tokens)
+            found = self._measurement.run(prompts, DENSE, ("both",), self.tokenizer)
             outcomes.append(found["both"])
             assert outcomes[-1].is_right is not None
             flags += outcomes[-1].is_right.tolist()
         self._bar.update(count)
         # Drop prompts drawn after the last kept one, so that the batch size changes nothing.
+        is_kept = np.array(flags) & (np.cumsum(flags) <= count)
         enough = np.flatnonzero(np.cumsum(flags) == count)
-        is_kept = np.array(flags)
-        flags = flags[: enough[0] + 1] if enough.size else flags
-        is_kept[len(flags) :] = False
-        answered = "".join("01"[one] for one in flags)
-        self._file.note("drawn", task=task, tokens=self._num_tokens, answered=answered)
-        if not any(flags):
-            options: dict[str, Any] = {"task": task, "tokens": self._num_tokens}
-            self._file.add([empty_row(DENSE, drawn=len(flags), **options)])
-            return answered
-        kept = [sample for sample, one in zip(samples, is_kept, strict=False) if one]
-        found = {"both": Outcome.join(outcomes).take(is_kept)}
-        self._add(found, kept, DENSE, self._filtered_fields(task, answered))
-        return answered
+        answered = "".join("01"[one] for one in flags[: enough[0] + 1 if enough.size else None])
+        self.file.note("drawn", task=task, tokens=self.num_tokens, answered=answered)
+        return answered, Outcome.join(outcomes).take(is_kept)
 
     def _group(
         self,
@@ -512,12 +470,12 @@ class _Run:
         parts = []
         for some in map(list, itertools.batched(samples, self._measurement.batch)):
             self._check_time()
-            options: dict[str, Any] = {"num_tokens": self._num_tokens}
+            options: dict[str, Any] = {"num_tokens": self.num_tokens}
             if samples[0].task == "long_decode":
                 parts.append(self._measurement.run_long(some, rule, phases, **options))
             else:
                 prompts = make_prompts(some, batch=self._measurement.batch, **options)
-                parts.append(self._measurement.run(prompts, rule, phases, self._tokenizer))
+                parts.append(self._measurement.run(prompts, rule, phases, self.tokenizer))
             self._bar.update(len(some))
         found = {phase: Outcome.join([part[phase] for part in parts]) for phase in phases}
         self._add(found, samples, rule, more or {})
@@ -531,7 +489,7 @@ class _Run:
     ) -> None:
         """Probes a rule, and writes its rows, by phase."""
         probed = self._probe(samples, rule, tuple(found))
-        rows = []
+        fitted, rows = self._fitted.get(rule), []
         for phase, outcome in found.items():
             if outcome.losses is not None and not np.isfinite(outcome.losses).all():
                 raise ValueError(
@@ -544,23 +502,23 @@ class _Run:
                 samples,
                 rule,
                 phase=phase,
-                tokens=self._num_tokens,
+                tokens=self.num_tokens,
                 dense_layers=self._measurement.dense_layers(rule),
                 probe=probed.get(phase, Probed()),
-                settings=self._set[rule].settings if rule in self._set else None,
+                settings=None if fitted is None else fitted.settings,
                 more=more,
             )
-        self._file.add(rows)
+        self.file.add(rows)
 
     def _probe(
         self, samples: list[Sample], rule: Rule, phases: Sequence[str]
     ) -> Mapping[str, Probed]:
         """Probes a few of the samples, evenly spread."""
-        size = min(self._config.probe_prompts, self._config.prompts)
+        size = min(self.config.probe_prompts, self.config.prompts)
         count = min(size, len(samples))
         if not count or samples[0].task == "long_decode":
             return {}
         places = np.linspace(0, len(samples) - 1, count + 2).round().astype(int)[1:-1]
         some = [samples[place] for place in places]
-        prompts = make_prompts(some, batch=size, num_tokens=self._num_tokens)
+        prompts = make_prompts(some, batch=size, num_tokens=self.num_tokens)
         return self._measurement.probe(prompts, rule, phases)

@@ -169,11 +169,12 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         """Checks every field."""
         known = {"policies": POLICIES, "presets": PRESETS, "tasks": ALL_TASKS, "phases": PHASES}
-        kinds = {"densities": "numbers", "tokens": "integers", "variants": "rules"}
-        kinds |= dict.fromkeys((*known, "calibrated_on"), "names")
+        kinds = dict.fromkeys((*known, "calibrated_on"), "names")
+        kinds |= {"densities": "numbers", "tokens": "integers", "variants": "rules"}
         for name, kind in kinds.items():
             check_several(name, getattr(self, name), kind)
-        for name, values in known.items():
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, values in (known | {"calibrated_on": ALL_TASKS}).items():
             for one in getattr(self, name):
                 check_choice(name, one, values)
         for count in self.tokens:
@@ -182,37 +183,30 @@ class EvaluationConfig:
             if not isinstance(density, int | float):
                 raise ValueError(f"densities must be numbers, got {describe(density)}")
         for name in (*known, "densities", "tokens"):
-            given = tuple(getattr(self, name))
-            object.__setattr__(self, name, given)
+            given = getattr(self, name)
             if not given or len(set(given)) < len(given):
                 raise ValueError(f"{name} must hold at least one value, each once, got {given}")
-        check_integer("prompts", self.prompts)
-        check_integer("probe_prompts", self.probe_prompts, least=0)
+        for name, least in {"prompts": 1, "probe_prompts": 0, "seed": 0, "tries": 1}.items():
+            check_integer(name, getattr(self, name), least=least)
         check_integer("batch", self.batch, is_optional=True)
-        check_integer("seed", self.seed, least=0)
-        check_integer("tries", self.tries)
         check_flag("answerable", self.answerable)
         check_choice("wording", self.wording, WORDINGS)
         check_choice("density_over", self.density_over, OVER)
-        for task in self.calibrated_on:
-            check_choice("calibrated_on", task, ALL_TASKS)
         if not isinstance(self.fields, Mapping):
             raise ValueError(f"fields must be values by their names, got {describe(self.fields)}")
         for one in self.variants:
             if not isinstance(one, Rule):
                 raise ValueError(f"variants must be rules, got {describe(one)}")
-        object.__setattr__(self, "variants", tuple(self.variants))
-        names = [
-            (one.policy, one.preset, one.density, one.variant, one.phases) for one in self.rules()
-        ]
+        rules = self.rules()
+        names = [(*one.name_fields.values(), one.phases) for one in rules]
         repeated = [name for name in names if names.count(name) > 1]
         if repeated:
             raise ValueError(f"variants must have names of their own, got twice {repeated[0]}")
-        used = {name for rule in self.rules() for name, _ in rule.fields}
+        used = {name for rule in rules for name, _ in rule.fields}
         unused = sorted(set(self.fields) - used) or sorted({"density"} & set(self.fields))
         if unused:
             raise ValueError(f"fields must be of a policy that is run, got {unused[0]!r}")
-        for rule in self.rules():
+        for rule in rules:
             rule.make()
 
     @classmethod

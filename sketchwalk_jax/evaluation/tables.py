@@ -94,16 +94,7 @@ def is_dense(row: Row) -> bool:
     return row["policy"] == "dense"
 
 
-def rows_with(
-    rows: Iterable[Row],
-    *,
-    model: str | None = None,
-    label: str | None = None,
-    phase: str | None = None,
-    task: str | None = None,
-    tokens: int | None = None,
-    density: float | None = None,
-) -> list[Row]:
+def rows_with(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     """Selects the rows with these values; `None` leaves a field open.
 
     Dense rows match every phase and density, and rows without a nominal density (presets that set
@@ -111,12 +102,7 @@ def rows_with(
 
     Args:
       rows: Rows of one evaluation.
-      model: A model, in a file of several.
-      label: A label from `policy_label`.
-      phase: Phase in which selection was sparse.
-      task: A task.
-      tokens: A prompt length.
-      density: A nominal density.
+      **wanted: Values of fields, or a `label` from `policy_label`.
 
     Returns:
       The rows, in their order.
@@ -126,16 +112,15 @@ def rows_with(
       >>> len(rows_with([row], phase="decode", density=0.2))
       1
     """
-    return [
-        row
-        for row in rows
-        if (model is None or row.get("model") == model)
-        and (task is None or row["task"] == task)
-        and (tokens is None or row["tokens"] == tokens)
-        and (phase is None or row["phase"] == phase or is_dense(row))
-        and (density is None or row["density"] in (None, density) or is_dense(row))
-        and (label is None or label == policy_label(row))
-    ]
+
+    def has(row: Row, name: str, value: Any) -> bool:
+        if name in ("phase", "density") and is_dense(row):
+            return True
+        found = policy_label(row) if name == "label" else row[name]
+        return found == value or (name == "density" and found is None)
+
+    given = [one for one in wanted.items() if one[1] is not None]
+    return [row for row in rows if all(has(row, *one) for one in given)]
 
 
 def check_choices(rows: Sequence[Row], **wanted: Any) -> None:
@@ -160,8 +145,8 @@ def nominal_density(rows: Sequence[Row], density: float | None) -> float | None:
 def counted(rows: Iterable[Row]) -> list[Row]:
     """Selects the rows that count in a mean over tasks.
 
-    Rows with answers count, except in tasks of which dense attention answers too few prompts: such
-    tasks are listed, but in no policy's mean.
+    Losses do not count, nor do tasks of which dense attention answers too few prompts: such tasks
+    are listed, but in no policy's mean.
     """
     return [
         row for row in rows if row["task"] not in LOSS_TASKS and row.get("in_mean") is not False
@@ -170,12 +155,13 @@ def counted(rows: Iterable[Row]) -> list[Row]:
 
 def without_parts(rows: Iterable[Row]) -> list[Row]:
     """Drops the rows by depth if the row over all depths exists."""
+
+    def name(row: Row) -> tuple[Any, ...]:
+        return (*(row[one] for one in ROW_KEY if one != "depth"), row.get("variant"))
+
     rows = list(rows)
-    fields = [field for field in ROW_KEY if field != "depth"]
-    settings = [(*(row[field] for field in fields), row.get("variant")) for row in rows]
-    pairs = list(zip(rows, settings, strict=True))
-    whole = {setting for row, setting in pairs if row["depth"] is None}
-    return [row for row, setting in pairs if row["depth"] is None or setting not in whole]
+    whole = {name(row) for row in rows if row["depth"] is None}
+    return [row for row in rows if row["depth"] is None or name(row) not in whole]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,70 +237,34 @@ def mean_by_layer(rows: Iterable[Row], field: str) -> list[float | None]:
     return [sum(values) / len(values) if values else None for values in kept]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Difference of two policies on the same prompts.
-
-    Attributes:
-      mean: Mean of the first policy minus mean of the second.
-      low: Lower end of its 95 % interval.
-      high: Its upper end.
-      prompts: Number of prompts that both have.
-    """
-
-    mean: float
-    low: float
-    high: float
-    prompts: int
-
-
-def paired_difference(first: Iterable[Row], second: Iterable[Row]) -> Difference | None:
-    """Compares the right answers of two policies prompt by prompt.
+def paired_difference(
+    first: Iterable[Row], second: Iterable[Row], field: str = "is_right"
+) -> tuple[float, float, float] | None:
+    """Compares two policies prompt by prompt.
 
     Args:
       first: Rows of one policy.
       second: Rows of another; rows are matched by task, length, depth and hops.
+      field: `"is_right"`, with `paired_interval`, or `"text_losses"`, with `mean_interval`.
 
     Returns:
-      The difference of their shares of right answers over all prompts that both have, with
-      `paired_interval`; `None` if there are none.
+      The mean over all prompts that both have of the first policy's value minus the second's, and
+      both ends of its 95 % interval; `None` without such prompts, or with a single loss.
     """
-    pairs = _pairs(first, second, "is_right")
-    if not pairs:
-        return None
-    counts = [pairs.count(one) for one in ((1, 1), (1, 0), (0, 1), (0, 0))]
-    low, high = paired_interval(*counts)
-    mean = (counts[1] - counts[2]) / len(pairs)
-    return Difference(mean=mean, low=low, high=high, prompts=len(pairs))
-
-
-def paired_loss_difference(first: Iterable[Row], second: Iterable[Row]) -> Difference | None:
-    """Compares the text losses of two policies prompt by prompt.
-
-    Args:
-      first: Rows of one policy.
-      second: Rows of another.
-
-    Returns:
-      The mean difference in nats per token, with Student's interval; `None` for fewer than two
-      prompts that both have.
-    """
-    losses = [a - b for a, b in _pairs(first, second, "text_losses")]
-    if len(losses) < 2:
-        return None
-    low, high = mean_interval(losses)
-    return Difference(mean=sum(losses) / len(losses), low=low, high=high, prompts=len(losses))
-
-
-def _pairs(first: Iterable[Row], second: Iterable[Row], field: str) -> list[tuple[Any, Any]]:
-    """Pairs both policies' values of a field by prompt."""
     some, others = _by_setting(first, field), _by_setting(second, field)
-    return [
+    pairs = [
         pair
         for setting, values in some.items()
         if len(values) == len(others.get(setting, ()))
         for pair in zip(values, others[setting], strict=True)
     ]
+    if len(pairs) < (1 if field == "is_right" else 2):
+        return None
+    if field == "is_right":
+        counts = [pairs.count(one) for one in ((1, 1), (1, 0), (0, 1), (0, 0))]
+        return (counts[1] - counts[2]) / len(pairs), *paired_interval(*counts)
+    losses = [a - b for a, b in pairs]
+    return sum(losses) / len(losses), *mean_interval(losses)
 
 
 def _by_setting(rows: Iterable[Row], field: str) -> dict[tuple[Any, ...], Sequence[Any]]:
@@ -387,7 +337,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 NOTHING = "–"
 """Text of a cell without a value."""
-_MINUS = "\N{MINUS SIGN}"
+_DENSITY = "Density: sparse / all layers"
 
 
 def markdown_table(
@@ -435,23 +385,15 @@ def share(pooled: Pooled | None) -> str:
 def signed(value: float, digits: int = 2) -> str:
     """Formats a difference with its sign: `+0.12`, `−0.12` with a true minus, `0.00`."""
     text = f"{value:+.{digits}f}"
-    return text[1:] if float(text) == 0 else text.replace("-", _MINUS)
+    return text[1:] if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
-def difference(first: Sequence[Row], second: Sequence[Row]) -> str:
-    """Formats a paired difference with its interval, as `−0.35 (−0.42 to −0.28)`."""
-    return _interval(paired_difference(first, second), 2)
-
-
-def loss_difference(first: Sequence[Row], second: Sequence[Row]) -> str:
-    """Formats first minus second text loss on the same prompts, or a dash without any."""
-    return _interval(paired_loss_difference(first, second), 3)
-
-
-def _interval(found: Difference | None, digits: int) -> str:
+def difference(first: Sequence[Row], second: Sequence[Row], field: str = "is_right") -> str:
+    """Formats a `paired_difference` with its interval, as `−0.35 (−0.42 to −0.28)`."""
+    found = paired_difference(first, second, field)
     if found is None:
         return NOTHING
-    mean, low, high = (signed(one, digits) for one in (found.mean, found.low, found.high))
+    mean, low, high = (signed(one, 2 if field == "is_right" else 3) for one in found)
     return f"{mean} ({low} to {high})"
 
 
@@ -493,11 +435,6 @@ def _policy_table(
     return markdown_table(header, body, num_names=1 + by_phase)
 
 
-def _of_task(task: str | None, rows: Iterable[Row]) -> list[Row]:
-    """Selects the rows of a task; without a task, the rows that count in a mean over tasks."""
-    return counted(rows) if task is None else rows_with(rows, task=task)
-
-
 def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
     """Shows right answers of every policy in every task, with Wilson's 95 % intervals.
 
@@ -516,24 +453,23 @@ def accuracy_table(rows: Sequence[Row], *, phase: str, density: float | None, to
     """
     tasks = tasks_of(rows)
     chosen = rows_with(rows, phase=phase, density=density, tokens=tokens)
-    chosen = [row for row in chosen if row["task"] in tasks]
+    columns = _task_columns(tasks, lambda of_task, some: share(pool(of_task(some))))
+    columns[_DENSITY] = lambda some: measured(pool(counted(some)) or pool(some))
+    return _policy_table(policy_labels(rows), [x for x in chosen if x["task"] in tasks], columns)
 
-    def say(task: str | None, some: list[Row]) -> str:
-        return share(pool(_of_task(task, some)))
 
-    def say_density(some: list[Row]) -> str:
-        return measured(pool(counted(some)) or pool(some))
+def _task_columns(
+    tasks: Iterable[str], say: Callable[[Callable[[Iterable[Row]], list[Row]], list[Row]], str]
+) -> dict[str, Callable[[list[Row]], str]]:
+    """Makes a column for each task, then one for all tasks that count in a mean over tasks.
 
-    columns: dict[str, Callable[[list[Row]], str]] = {
-        title: partial(say, task) for title, task in _task_columns(tasks)
+    `say` makes the text of a cell from a function that selects the column's rows, and rows.
+    """
+    chosen: dict[str, Callable[[Iterable[Row]], list[Row]]] = {
+        task_title(task): partial(rows_with, task=task) for task in tasks
     }
-    columns["Density: sparse / all layers"] = say_density
-    return _policy_table(policy_labels(rows), chosen, columns)
-
-
-def _task_columns(tasks: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Lists columns: each task with its title, then all tasks together."""
-    return [*((task_title(task), task) for task in tasks), ("All", None)]
+    chosen["All"] = counted
+    return {title: partial(say, of_task) for title, of_task in chosen.items()}
 
 
 def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, tokens: int) -> str:
@@ -542,12 +478,11 @@ def difference_table(rows: Sequence[Row], *, phase: str, density: float | None, 
     Arguments as in `accuracy_table`.
     """
     dense = rows_with(rows, label="dense", tokens=tokens)
-    chosen = rows_with(rows, phase=phase, density=density, tokens=tokens)
-    columns = {
-        title: lambda some, task=task: difference(_of_task(task, some), _of_task(task, dense))
-        for title, task in _task_columns(tasks_of(rows))
-    }
+    columns = _task_columns(
+        tasks_of(rows), lambda of_task, some: difference(of_task(some), of_task(dense))
+    )
     labels = [label for label in policy_labels(rows) if label != "dense"]
+    chosen = rows_with(rows, phase=phase, density=density, tokens=tokens)
     return _policy_table(labels, chosen, columns)
 
 
@@ -569,7 +504,7 @@ def summary_table(rows: Sequence[Row], *, density: float | None, tokens: int) ->
         loss = pool(rows_with(own, task="text_loss"))
         body.append([name_of(label), *cells, _loss(loss), measured(pool(counted(own) or own))])
     header = ["Right answers, sparse in", *(PHASE_TITLES[phase] for phase in phases)]
-    return markdown_table([*header, "Text loss", "Density: sparse / all layers"], body)
+    return markdown_table([*header, "Text loss", _DENSITY], body)
 
 
 def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> str:
@@ -579,9 +514,7 @@ def hops_table(rows: Sequence[Row], *, density: float | None, tokens: int) -> st
     """
     chosen = rows_with(rows, task="variable_tracking", density=density, tokens=tokens)
     columns = {
-        f"{count} statements": lambda some, count=count: share(
-            pool(row for row in some if row["hops"] == count)
-        )
+        f"{count} statements": lambda some, count=count: share(pool(rows_with(some, hops=count)))
         for count in values_of(chosen, "hops")
     }
     return _policy_table(policy_labels(chosen), chosen, columns, by_phase=True)
@@ -616,8 +549,8 @@ def loss_table(rows: Sequence[Row], *, densities: Sequence[float | None], tokens
 
     def say(some: list[Row], density: float | None) -> str:
         own = rows_with(some, density=density)
-        is_compared = not is_dense(some[0]) and paired_loss_difference(own, dense) is not None
-        return loss_difference(own, dense) if is_compared else _loss(pool(own))
+        text = NOTHING if is_dense(some[0]) else difference(own, dense, "text_losses")
+        return _loss(pool(own)) if text == NOTHING else text
 
     columns = {density_title(one): partial(say, density=one) for one in densities}
     return _policy_table(policy_labels(chosen), chosen, columns, by_phase=True)

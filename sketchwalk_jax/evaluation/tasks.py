@@ -84,17 +84,8 @@ _NUM_OTHER_CANDIDATES = 5
 # Statements and questions of each task: random words and numbers in a wording's sentences.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """Statements to hide, in the order of the text, and the question.
-
-    Attributes:
-      statements: Sentences to scatter in the text; each begins with a space.
-      asked: Question and answer.
-    """
-
-    statements: list[str]
-    asked: Asked
+Question = tuple[list[str], Asked]
+"""Statements to scatter in the text, in their order, and the question with its answer."""
 
 
 def _draw_question(
@@ -105,45 +96,28 @@ def _draw_question(
     wording: Wording,
     hops: int,
     num_keys: int,
-) -> _Question:
-    """Draws the statements and the question of one prompt.
-
-    Args:
-      task: Name of a task with a question.
-      words: Words to use, which the passage must lack.
-      rng: Source of all randomness.
-      wording: Source of the sentences.
-      hops: Statements in a chain of variable_tracking.
-      num_keys: Statements of multi_key.
-
-    Returns:
-      The question.
+) -> Question:
+    """Draws the statements and the question of one prompt, from words that the passage lacks.
 
     Raises:
       ValueError: If there are too few words.
     """
-
-    def draw_words(count: int) -> list[str]:
-        if len(words) < count:
-            raise ValueError(
-                f"text must have at least {count} held-out words of 4 to 8 letters that a passage "
-                f"lacks for {task}, got {len(words)}: use a longer text or shorter prompts"
-            )
-        return [words[i] for i in rng.choice(len(words), count, replace=False)]
-
-    if task == "single_needle":
-        return _one_code(draw_words(1), rng, wording)
-    if task == "multi_key":
-        return _one_code(draw_words(num_keys), rng, wording)
-    if task == "mid_prompt":
-        return _one_code(draw_words(_NUM_STATEMENTS), rng, wording)
-    if task == "multi_query":
-        return _several_words(draw_words(_NUM_STATEMENTS), rng, wording)
-    if task == "multi_value":
-        return _several_codes(draw_words(1 + _NUM_OTHER_WORDS), rng, wording)
-    if task == "variable_tracking":
-        return _chains(draw_words, hops, rng, wording)
-    return _votes(draw_words(1 + _NUM_OTHER_CANDIDATES), rng, wording)
+    kinds: dict[str, tuple[int, Callable[..., Question]]] = {
+        "single_needle": (1, _one_code),
+        "multi_key": (num_keys, _one_code),
+        "mid_prompt": (_NUM_STATEMENTS, _one_code),
+        "multi_query": (_NUM_STATEMENTS, _several_words),
+        "multi_value": (1 + _NUM_OTHER_WORDS, _several_codes),
+        "variable_tracking": (_NUM_CHAINS * hops, _chains),
+        "aggregation": (1 + _NUM_OTHER_CANDIDATES, _votes),
+    }
+    count, make = kinds[task]
+    if len(words) < count:
+        raise ValueError(
+            f"text must have at least {count} held-out words of 4 to 8 letters that a passage "
+            f"lacks for {task}, got {len(words)}: use a longer text or shorter prompts"
+        )
+    return make([words[i] for i in rng.choice(len(words), count, replace=False)], rng, wording)
 
 
 def _draw_numbers(count: int, rng: np.random.Generator) -> list[str]:
@@ -151,59 +125,55 @@ def _draw_numbers(count: int, rng: np.random.Generator) -> list[str]:
     return [str(10000 + number) for number in rng.choice(90000, count, replace=False)]
 
 
-def _one_code(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
+def _one_code(words: list[str], rng: np.random.Generator, wording: Wording) -> Question:
     """Gives each word a code and asks for one."""
     numbers = _draw_numbers(len(words), rng)
     asked = int(rng.integers(len(words)))
     statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
-    return _Question(statements, wording.ask_code(words[asked], numbers[asked]))
+    return statements, wording.ask_code(words[asked], numbers[asked])
 
 
-def _several_words(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
+def _several_words(words: list[str], rng: np.random.Generator, wording: Wording) -> Question:
     """Gives each word a code and asks for several in one question, in any order."""
     numbers = _draw_numbers(len(words), rng)
     asked = rng.choice(len(words), _NUM_ASKED, replace=False)
     statements = [wording.code(*pair) for pair in zip(words, numbers, strict=True)]
     chosen = [words[i] for i in asked], [numbers[i] for i in asked]
-    return _Question(statements, wording.ask_each_code(*chosen))
+    return statements, wording.ask_each_code(*chosen)
 
 
-def _several_codes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
+def _several_codes(words: list[str], rng: np.random.Generator, wording: Wording) -> Question:
     """Gives the first word several codes and each other one, and asks for all of the first."""
     owners = rng.permutation([words[0]] * _NUM_ASKED + words[1:]).tolist()
     numbers = _draw_numbers(len(owners), rng)
-    statements = wording.codes(owners, numbers)
     pairs = zip(owners, numbers, strict=True)
     values = [number for owner, number in pairs if owner == words[0]]
-    return _Question(statements, wording.ask_all_codes(words[0], values))
+    return wording.codes(owners, numbers), wording.ask_all_codes(words[0], values)
 
 
-def _chains(
-    draw_words: Callable[[int], list[str]], hops: int, rng: np.random.Generator, wording: Wording
-) -> _Question:
+def _chains(words: list[str], rng: np.random.Generator, wording: Wording) -> Question:
     """Interleaves chains of variables, and asks to follow one name by name to its number.
 
-    Following a chain means reading `hops` statements: `hops - 1` that copy a name, and the number
-    (`num_hops` of RULER counts the copies; its answer lists the names as well).
+    Following a chain of `hops` names means reading `hops` statements: `hops - 1` that copy a name,
+    and the number (`num_hops` of RULER counts the copies; its answer lists the names as well).
     """
-    names = np.array(draw_words(_NUM_CHAINS * hops)).reshape(_NUM_CHAINS, hops).tolist()
+    names = np.array(words).reshape(_NUM_CHAINS, -1).tolist()
     numbers = _draw_numbers(_NUM_CHAINS, rng)
     links = [
         [wording.value(*link) for link in zip(chain, [number, *chain], strict=False)]
         for chain, number in zip(names, numbers, strict=True)
     ]
-    order = rng.permutation(np.repeat(np.arange(_NUM_CHAINS), hops))
+    order = rng.permutation(np.repeat(np.arange(_NUM_CHAINS), len(names[0])))
     statements = [links[chain].pop(0) for chain in order]
     *before, asked = names[0]
-    return _Question(statements, wording.ask_value(asked, [*before[::-1], numbers[0]]))
+    return statements, wording.ask_value(asked, [*before[::-1], numbers[0]])
 
 
-def _votes(words: list[str], rng: np.random.Generator, wording: Wording) -> _Question:
+def _votes(words: list[str], rng: np.random.Generator, wording: Wording) -> Question:
     """Gives most votes to the first word, and asks for the word with the most."""
     counts = [_MOST_VOTES, *rng.choice(_OTHER_VOTES, len(words) - 1).tolist()]
     votes = rng.permutation(np.repeat(words, counts)).tolist()
-    statements = [wording.vote(word) for word in votes]
-    return _Question(statements, wording.ask_votes(words[0]))
+    return [wording.vote(word) for word in votes], wording.ask_votes(words[0])
 
 
 # Prompts: statements in a passage of the text, and the question.
@@ -308,20 +278,14 @@ def draw_samples(
         present = set(re.findall("[a-z]+", " ".join(words).lower()))
         names = [word for word in text.held_out_words if word not in present]
         chain = hops or HOPS[index % len(HOPS)]
-        question = _draw_question(task, names, rng, wording=words_of, hops=chain, num_keys=num_keys)
-        samples.append(
-            _question_sample(
-                task,
-                question,
-                words_of.frame(task, question.asked, tokenizer),
-                haystack,
-                words,
-                rng,
-                num_tokens=num_tokens,
-                depth=_depth(index, depths) if task == "single_needle" else None,
-                hops=chain if task == "variable_tracking" else None,
-            )
+        options: dict[str, Any] = {"wording": words_of, "hops": chain, "num_keys": num_keys}
+        statements, asked = _draw_question(task, names, rng, **options)
+        frame = words_of.frame(task, asked, tokenizer)
+        sample = _question_sample(
+            task, statements, asked, frame, haystack, words, rng, num_tokens, _depth(index, depths)
         )
+        is_chain = task == "variable_tracking"
+        samples.append(dataclasses.replace(sample, hops=chain if is_chain else None))
     return samples
 
 
@@ -355,23 +319,24 @@ def _loss_sample(task: str, text: Sequence[int]) -> Sample:
 
 def _question_sample(
     task: str,
-    question: _Question,
+    statements: Sequence[str],
+    question: Asked,
     frame: Frame,
     haystack: Haystack,
     words: Sequence[str],
     rng: np.random.Generator,
-    *,
     num_tokens: int,
-    depth: float | None,
-    hops: int | None,
+    depth: float,
 ) -> Sample:
-    """Scatters the statements in a passage, adds the frame, and places the question."""
-    statements = [haystack.encoder.sentence(statement) for statement in question.statements]
-    asked, after, closing = (
-        haystack.encoder.passage(part) for part in (frame.asking, frame.after, frame.closing)
+    """Scatters the statements in a passage, adds the frame, and places the question.
+
+    The statement of single_needle is placed at `depth`.
+    """
+    facts = [haystack.encoder.sentence(statement) for statement in statements]
+    asked, after, closing, answer = map(
+        haystack.encoder.passage, (frame.asking, frame.after, frame.closing, question.answer)
     )
-    answer = haystack.encoder.passage(question.asked.answer)
-    hidden = sum(len(statement) for statement in statements)
+    hidden = sum(map(len, facts))
     told = len(asked) + (len(answer) if task in ANSWERED_TASKS else 0) + len(after) + len(closing)
     hay = haystack.fit(words, num_tokens - hidden - told)
     ends = np.cumsum([len(piece) for piece in hay])
@@ -379,16 +344,16 @@ def _question_sample(
     if task == "mid_prompt" and hay:
         latest = max(0.5, min(0.75, 1 - (_NUM_TOKENS_BEHIND + told) / num_tokens))
         stop = int(np.searchsorted(ends, rng.uniform(0.5, latest) * num_tokens - hidden))
-    if stop < len(statements):
+    if stop < len(facts):
         raise ValueError(
-            f"num_tokens must leave room for {len(statements)} statements of {task} between words, "
+            f"num_tokens must leave room for {len(facts)} statements of {task} between words, "
             f"got {num_tokens}, of which statements and question take {hidden + told}"
         )
-    if depth is None:
-        places = np.sort(rng.choice(stop, len(statements), replace=False))
-    else:
+    if task == "single_needle":
         places = np.array([min(int(np.searchsorted(ends, depth * ends[-1])), stop - 1)])
-    inserted = dict(zip(places.tolist(), statements, strict=True))
+    else:
+        places = np.sort(rng.choice(stop, len(facts), replace=False))
+    inserted = dict(zip(places.tolist(), facts, strict=True))
     tokens: list[int] = []
     question_start = answer_start = 0
     for index, piece in enumerate(hay):
@@ -406,9 +371,8 @@ def _question_sample(
         answer_start=answer_start,
         answer=np.array(answer, np.int32),
         question_start=question_start,
-        expected=question.asked.answer.strip(),
-        depth=depth,
-        hops=hops,
+        expected=question.answer.strip(),
+        depth=depth if task == "single_needle" else None,
     )
 
 
