@@ -43,7 +43,7 @@ EMULATED = (
     "swiglu_quantize",
     "kernel_selection",
     "kernels",
-    "key_codes_kernel",
+    "quantize_keys_kernel",
     "model_kernels",
     "prompt_selection_kernels",
     "token_selection_kernels",
@@ -170,13 +170,19 @@ def _has_code(files: list[Path]) -> bool:
 
 
 @functools.cache
+def _test_folders() -> list[str]:
+    """Returns the folders of tests/ that hold test modules."""
+    return sorted({_relative(module.parent) for module in test_modules()})
+
+
+@functools.cache
 def _file_of(name: str) -> Path | None:
     """Returns the file of a module of the project, or None for other modules."""
     parts = name.split(".")
     if parts[0] == _PACKAGE and len(parts) > 1 and parts[1] in {"models", _KERNELS}:
         parts = parts[1:]
     # Scripts import a file of tests/, benchmarks/ or training/ by its bare name.
-    for folder in ("", *_SCRIPTS):
+    for folder in ("", *_SCRIPTS, *_test_folders()):
         base = ROOT.joinpath(*filter(None, [folder]), *parts)
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.is_file() and path.relative_to(ROOT).parts[0] in _FOLDERS:
@@ -324,7 +330,7 @@ def has_long_variants(module: Path) -> bool:
 
 def test_modules() -> list[Path]:
     """Returns all test modules of the project."""
-    return sorted(ROOT.glob("tests/test_*.py"))
+    return sorted(ROOT.glob("tests/**/test_*.py"))
 
 
 @functools.cache

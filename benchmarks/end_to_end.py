@@ -127,17 +127,17 @@ MATMUL = 8192
 # Part that a kernel belongs to: the first one with a string that the kernel's name contains.
 PARTS = {
     "attention": ("attention", "block_sparse", "combine_decode", "sdpa", "flash", "fmha"),
-    "observing": ("block_codes", "block_sums"),
+    "observing": ("quantized_keys", "block_sums"),
     "scores": (
         "representatives",
-        "block_peaks",
+        "page_max_logits",
         "block_scores",
-        "block_residuals",
+        "dequantized_offsets",
         "max_logits",
         "page_scores",
         "token_scores",
     ),
-    "walk and lists": ("select", "token_evidence", "token_lists", "walk"),
+    "walk and lists": ("select", "token_page_scores", "token_lists", "walk"),
     "linear": ("linear", "decode_matmul", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
 }
 REST = "rest"
@@ -490,7 +490,7 @@ class Model:
             blank = policy.init_statistics(
                 shape, batch=cell.batch, num_blocks=empty.capacity // policy.block_size
             )
-            own = policy.observe(query, key, blank, span=span, kernel_config=kernels)
+            own = policy.update_statistics(query, key, blank, span=span, kernel_config=kernels)
             return key, value, own
 
         key, value, found = jax.lax.map(one_layer, jnp.arange(config.num_layers, dtype=jnp.int32))

@@ -52,7 +52,7 @@ from sketchwalk_jax.models.transformer import (
 )
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_knob
+from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_threshold
 from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
 from sketchwalk_jax.selection import block_budget, select_blocks
 
@@ -87,9 +87,10 @@ PROMPTS = 2  # layers over which selection for prompts rotates: larger than any 
 # Rounds over the layers per check of a loop's condition, for which a GPU asks the host.
 ROUNDS_OF_LAYERS = 8
 SLOW = ("oracle", "flexprefill")  # slow to select for prompts; one timed round is enough
-KNOB_STEPS = 17  # bisection steps, enough for a single offset of MInference
+THRESHOLD_STEPS = 17  # bisection steps, enough for a single offset of MInference
 QUERIES = 32  # representatives of a query block
-# Milliseconds of one layer: `observe` alone, all of `selection`, sparse `attention` alone.
+# Milliseconds of one layer: `update_statistics` alone, all of `selection`, sparse `attention`
+# alone.
 PARTS = ("observe", "selection", "attention")
 # Columns of the weights that share an input, the input's width, whether a norm comes first.
 Product = tuple[tuple[int, ...], int, bool]
@@ -234,7 +235,7 @@ def selecting(
     for rule in rules:
         case = Case(op=op, tokens=tokens, density=density, rule=rule, **size)
         policy = rule.make()
-        if rule == DENSE or "prefill" in policy.phases or observes(policy, case):
+        if rule == DENSE or "prefill" in policy.phases or updates_statistics(policy, case):
             yield dataclasses.replace(case, phase="prefill")
         if rule == DENSE or "decode" in policy.phases:
             yield dataclasses.replace(case, phase="decode")
@@ -696,13 +697,13 @@ def selection_part(case: Case) -> Measure:
 
     def quantize(config: KernelConfig | None, query: Array, key: Array) -> PyTree:
         empty = policy.init_statistics(shape, batch=case.batch, num_blocks=case.num_blocks)
-        return policy.observe(query, key, empty, span=span, kernel_config=config)
+        return policy.update_statistics(query, key, empty, span=span, kernel_config=config)
 
     def score(config: KernelConfig | None, query: Array, codes: PyTree) -> Array:
         queries = policy.represent(query, span.valid, QUERIES, config)
         scale = case.head_dim**-0.5
         sizes: dict[str, Any] = {"kv_lengths": span.end, "scale": scale}
-        return policy.evidence(queries, codes, rows, **sizes, kernel_config=config)
+        return policy.page_scores(queries, codes, rows, **sizes, kernel_config=config)
 
     def choose(config: KernelConfig | None, scores: Array) -> sw.BlockSelection:
         last = (rows + 1) * policy.pages - 1
@@ -867,14 +868,16 @@ def selection(case: Case) -> Measure:
     def blank(_: Array, key: Array) -> PyTree:
         return policy.init_statistics(layer_shape(case), **sizes)
 
-    def observed(query: Array, key: Array) -> PyTree:
+    def updated(query: Array, key: Array) -> PyTree:
         config = kernels_for(policy, "prefill")
-        return policy.observe(query, key, blank(query, key), span=prompt, kernel_config=config)
+        return policy.update_statistics(
+            query, key, blank(query, key), span=prompt, kernel_config=config
+        )
 
     def draw_inputs() -> tuple[Any, ...]:
         """Draws whole layers, the inputs of a step, stacked keys and values, and statistics."""
         layers = [draw_layer(case, index) for index in range(num_layers)]
-        fill = jax.jit(blank if is_prompt else observed)
+        fill = jax.jit(blank if is_prompt else updated)
         statistics = tuple(fill(*layer[:2]) for layer in layers)
         if is_prompt:
             return layers, [layer[:2] for layer in layers], (None, None), statistics
@@ -888,13 +891,15 @@ def selection(case: Case) -> Measure:
     def step_of(part: str) -> Step:
         def step(state: PyTree, given: PyTree, index: int) -> PyTree:
             walk, entry, statistics, found = state
-            inputs, keys, knob = given
-            own = policy.with_traced(knob) if isinstance(policy, PrefillPolicy) else policy
+            inputs, keys, threshold = given
+            own = policy.with_traced(threshold) if isinstance(policy, PrefillPolicy) else policy
             # Keep XLA from hoisting work out of the loop.
             walk, entry, (query, key), kept = jax.lax.optimization_barrier(
                 (walk, entry, inputs[index], statistics[index])
             )
-            made = kept = own.observe(query, key, blank(query, key) if is_prompt else kept, **how)
+            made = kept = own.update_statistics(
+                query, key, blank(query, key) if is_prompt else kept, **how
+            )
             if part == "selection":
                 stack, layer = (key[None], 0) if is_prompt else (keys, index)
                 made, walk = own.select(query, stack, kept, walk, layer=jnp.int32(layer), **how)
@@ -917,7 +922,7 @@ def selection(case: Case) -> Measure:
     given = inputs, cache[0], jax.ShapeDtypeStruct((), jnp.float32)
     rounds_of = 1 if is_prompt and case.rule.policy in SLOW else ROUNDS_OF_LAYERS
     lists, states, loops = (None,) * num_layers, {}, {}
-    parts = {"observe": observes(policy, case), "selection": case.phase in policy.phases}
+    parts = {"observe": updates_statistics(policy, case), "selection": case.phase in policy.phases}
     for part in (name for name, is_there in parts.items() if is_there):
         start = jax.eval_shape(first, statistics)
         # Take the shapes of the block indices from the step's outputs.
@@ -942,25 +947,27 @@ def selection(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         layers, inputs, cache, statistics = draw_inputs()
 
-        def run(part: str, knob: float) -> Call:
+        def run(part: str, threshold: float) -> Call:
             walk, entry, _, found = states[part]
             state = (*zeros((walk, entry)), statistics, zeros(found))
-            return loops[part].over(state, (inputs, cache[0], jnp.float32(knob)))
+            return loops[part].over(state, (inputs, cache[0], jnp.float32(threshold)))
 
-        def lists_with(knob: float) -> Any:
-            return run("selection", knob)(loops["selection"].steps)[3]
+        def lists_with(threshold: float) -> Any:
+            return run("selection", threshold)(loops["selection"].steps)[3]
 
-        row, knob, lists = Row(), 0.0, (None,) * num_layers
+        row, threshold, lists = Row(), 0.0, (None,) * num_layers
         if parts["selection"]:
-            if has_knob(policy):
-                knob = find_knob(policy, lambda one: density_of(lists_with(one)), case.density)
-                row["settings"] = {policy.knob: knob}
-            lists = lists_with(knob)
+            if has_threshold(policy):
+                threshold = find_threshold(
+                    policy, lambda one: density_of(lists_with(one)), case.density
+                )
+                row["settings"] = {policy.threshold_field: threshold}
+            lists = lists_with(threshold)
             query = layers[0][0] if is_prompt else layers[0][0][:, -1:]
             row |= described(query, lists[0]) | {"measured_density": density_of(lists)}
         elif is_dense:
             row = {"attention_implementation": PEER, "measured_density": 1.0}
-        calls = {part: (run(part, knob), one.steps) for part, one in loops.items()}
+        calls = {part: (run(part, threshold), one.steps) for part, one in loops.items()}
         if attends:
             sets = attention_inputs(layers, cache, lists)
             call = queued(attention, sets) if is_prompt else attention.over(*sets)
@@ -972,7 +979,7 @@ def selection(case: Case) -> Measure:
     return measure
 
 
-def observes(policy: Policy, case: Case) -> bool:
+def updates_statistics(policy: Policy, case: Case) -> bool:
     """Whether the policy keeps statistics."""
     make = functools.partial(policy.init_statistics, batch=1, num_blocks=1)
     return bool(jax.tree.leaves(jax.eval_shape(lambda: make(layer_shape(case)))))
@@ -990,10 +997,10 @@ def described(query: Array, lists: sw.BlockSelection) -> Row:
     return row | {"attention_implementation": dispatch.choose_implementation(None, query, **sizes)}
 
 
-def find_knob(policy: Any, density_at: Callable[[float], float], density: float) -> float:
+def find_threshold(policy: Any, density_at: Callable[[float], float], density: float) -> float:
     """Finds a threshold by bisection; larger values keep more."""
-    low, high = policy.knob_range
-    for _ in range(KNOB_STEPS):
+    low, high = policy.threshold_range
+    for _ in range(THRESHOLD_STEPS):
         middle = 0.5 * (low + high)
         low, high = (low, middle) if density_at(middle) > density else (middle, high)
     return 0.5 * (low + high)

@@ -30,7 +30,7 @@ from sketchwalk_jax.evaluation.tables import counted, pool, rows_with
 from sketchwalk_jax.evaluation.tasks import ALL_TASKS
 from sketchwalk_jax.inference.cached_layer import PHASES
 from sketchwalk_jax.inference.compiled import keep_compiled_programs
-from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_knob, takes_density
+from sketchwalk_jax.policies import POLICIES, PRESETS, by_name, has_threshold, takes_density
 from sketchwalk_jax.text.haystack import Text
 from sketchwalk_jax.text.tokenizer import load_tokenizer
 
@@ -186,7 +186,7 @@ def make_rules(file: ResultsFile, model: str, options: argparse.Namespace) -> tu
             continue
         for preset in (options.preset or PRESETS) if policy == "sketchwalk" else (None,):
             made = by_name(policy, preset=preset)
-            is_set = takes_density(made) or has_knob(made)
+            is_set = takes_density(made) or has_threshold(made)
             for density in options.density if is_set else (None,):
                 rule = Rule(policy, preset, density)
                 if preset in OWN_LAYERS or not is_set:

@@ -485,8 +485,8 @@ RESULTS: dict[str, Table] = {
         },
     ),
     "weights-moved": Table(
-        file="narrow_weights.json",
-        command="python benchmarks/narrow_weights.py --model FILE.gguf",
+        file="quantized_weights.json",
+        command="python benchmarks/quantized_weights.py --model FILE.gguf",
         where={"part": "all layers", "weights": OneOf("float32", *WEIGHTS)},
         adapt=moved,
         lines=("model", "weights", "attention"),

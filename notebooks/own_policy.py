@@ -94,7 +94,7 @@ class MeanKey(MyPolicy):
     def init_statistics(self, shape, *, batch, num_blocks):
         return jnp.zeros((batch, num_blocks, shape.num_kv_heads, shape.head_dim), jnp.float32)
 
-    def observe(self, query, key, statistics, *, span, kernel_config=None):
+    def update_statistics(self, query, key, statistics, *, span, kernel_config=None):
         rows = jnp.arange(len(span.end), dtype=jnp.int32)[:, None]
         sums = self.by_block(key, span).sum(2)
         return statistics.at[rows, span.rows(self.block_size)].add(sums, mode="drop")
@@ -227,7 +227,7 @@ for name, policy in {"all blocks": BestKey(density=1.0), "dense": sw.Dense()}.it
 #
 # The figure compares both ideas with the recommended policy, at two densities. The recommended
 # policy does four things more. It uses the queries that differ most, instead of every eighth. It
-# carries evidence from layer to layer. It divides the density among the layers by a plan. And it
+# carries page scores from layer to layer. It divides the density among the layers by a plan. And it
 # scores keys that are stored in four bits.
 
 

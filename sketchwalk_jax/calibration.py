@@ -1,7 +1,7 @@
 """Calibration of policies to a model: thresholds for a density, and Adamas's code thresholds.
 
 The share that MInference and FlexPrefill keep depends on the model and the prompt; one of their
-fields, the threshold or *knob*, changes it. `calibrate` finds the threshold for a density by
+fields, the *threshold*, changes it. `calibrate` finds the threshold for a density by
 bisection on prompts; `set_density` does so on plain English. Adamas's published thresholds are
 absolute numbers, but another model's keys may have another scale: if no key reaches the outer
 thresholds, half of the codes are unused. `fit_thresholds` takes the quartiles of the model's keys.
@@ -58,7 +58,9 @@ class Calibration:
     @property
     def settings(self) -> dict[str, Any]:
         """The threshold, and the policy's other fields that differ from the defaults."""
-        return {self.policy.knob: self.policy.knob_value} | changed_fields(self.policy)
+        return {self.policy.threshold_field: self.policy.threshold_value} | changed_fields(
+            self.policy
+        )
 
 
 def calibrate(
@@ -74,7 +76,7 @@ def calibrate(
     batch: int | None = None,
     over: str = "sparse_layers",
 ) -> Calibration:
-    """Finds the threshold (`knob`) of a policy that gives a density.
+    """Finds the threshold (`threshold_field`) of a policy that gives a density.
 
     The density is attended pairs over causal pairs of the prompts, a mean over the layers in which
     the policy selects, measured while it reads the prompts. If the smallest threshold keeps too
@@ -107,7 +109,7 @@ def calibrate(
       (0.2265625, 0.2013)
     """
     if not isinstance(policy, PrefillPolicy):
-        raise ValueError(f"policy must have a knob, as MInferenceConfig has, got {policy!r}")
+        raise ValueError(f"policy must have a threshold, as MInferenceConfig has, got {policy!r}")
     check_number("density", density, "(0, 1]")
     tokens = jnp.asarray(tokens, jnp.int32)
     if lengths is None:
@@ -118,13 +120,18 @@ def calibrate(
     layers = sparse_layers(model_config, policy) if is_sparse else range(model_config.num_layers)
 
     def measure(value: float, *, policy: PrefillPolicy) -> float:
-        knob, floor = jnp.asarray(value, jnp.float32), jnp.asarray(policy.floor_value, jnp.int32)
+        threshold_field, floor = (
+            jnp.asarray(value, jnp.float32),
+            jnp.asarray(policy.floor_value, jnp.int32),
+        )
         static: dict[str, Any] = {"policy": unset(policy), "model_config": model_config}
         attended, causal = 0.0, 0.0
         for start in range(0, count, size):
             # The last batch is filled up with the last prompt, which is counted once.
             rows = np.minimum(np.arange(start, start + size), count - 1)
-            found = prefill_density(params, tokens[rows], lengths[rows], knob, floor, **static)
+            found = prefill_density(
+                params, tokens[rows], lengths[rows], threshold_field, floor, **static
+            )
             new = slice(min(size, count - start))
             pairs = np.asarray(found.prefill_pairs, np.float64)[list(layers), new]
             attended += pairs.sum()
@@ -142,7 +149,7 @@ def calibrate(
                 stacklevel=2,
             )
             break
-        begin = relaxed.with_knob(policy.knob_value)
+        begin = relaxed.with_threshold(policy.threshold_value)
         found = _bisect(measure, begin, density, tolerance, max_steps)
     return found
 
@@ -151,8 +158,8 @@ def _bisect(
     measure: Any, policy: PrefillPolicy, density: float, tolerance: float, max_steps: int
 ) -> Calibration:
     """Finds the value nearest to the density, starting from the policy's own."""
-    low, high = policy.knob_range
-    value, tried = policy.knob_value, list[tuple[float, float]]()
+    low, high = policy.threshold_range
+    value, tried = policy.threshold_value, list[tuple[float, float]]()
     while len(tried) < max_steps:
         measured = measure(value, policy=policy)
         tried.append((value, measured))
@@ -162,18 +169,18 @@ def _bisect(
             high = value
         else:
             low = value
-        if value == policy.knob_range[0] and measured > density:
+        if value == policy.threshold_range[0] and measured > density:
             break
         # If the first value keeps too much, try the smallest next: it may keep too much too.
         value = low if len(tried) == 1 and measured > density else 0.5 * (low + high)
     value, measured = min(tried, key=lambda one: abs(one[1] - density))
-    return Calibration(policy.with_knob(value), measured, tuple(tried))
+    return Calibration(policy.with_threshold(value), measured, tuple(tried))
 
 
 def unset(policy: PrefillPolicy) -> PrefillPolicy:
     """Resets threshold and floor, so that one program serves all of their values."""
     least = {} if policy.floor is None else {policy.floor: 1}
-    return dataclasses.replace(policy.with_knob(policy.knob_range[0]), **least)
+    return dataclasses.replace(policy.with_threshold(policy.threshold_range[0]), **least)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "model_config"))

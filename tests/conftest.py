@@ -42,7 +42,11 @@ if find_spec("sketchwalk_jax") is None:  # the checkout is not installed
 
 # Only tests and the reference have doctests; some other files here need torch.
 collect_ignore = [
-    *(path.name for path in ROOT.glob("tests/*.py") if not path.name.startswith("test_")),
+    *(
+        str(path.relative_to(ROOT / "tests"))
+        for path in ROOT.glob("tests/**/*.py")
+        if not path.name.startswith("test_") and path.parent.name != "reference"
+    ),
     "parity",
     "ptx",
 ]

@@ -36,7 +36,9 @@ SECONDS = 7200
 
 # `.ci/run` runs the long variants of these after every change.
 ALWAYS_LONG = [
-    f"tests/test_{name}.py" for name in "parity promises memory recompile mismatches readme".split()
+    path.relative_to(ROOT).as_posix()
+    for name in "parity promises memory recompile mismatches readme".split()
+    for path in ROOT.glob(f"tests/**/test_{name}.py")
 ]
 
 # Name of the fault under test; `--check` leaves it out.
@@ -177,15 +179,15 @@ FAULTS = (
           "x = jnp.where(valid[:, :, None, None], x, 0.0)", "pass"),
     Fault("codes-beside-an-unrounded-zero-point",
           "Keys are quantized relative to a zero point that differs from the one that is stored.",
-          "sketchwalk_jax/policies/block_codes.py",
-          "centre = jax.lax.reduce_precision(centre, bits.nexp, bits.nmant)", "pass"),
+          "sketchwalk_jax/policies/quantized_keys.py",
+          "zero_point = jax.lax.reduce_precision(zero_point, bits.nexp, bits.nmant)", "pass"),
     Fault("decay-dropped",
           "The walk of the recommended policy remembers earlier layers without decay.",
           "sketchwalk_jax/policies/recommended.py",
           "jnp.maximum(scores, self.decay * walk.scores)", "jnp.maximum(scores, walk.scores)"),
     Fault("exponent-changed",
           "Shares of heads and queries are sharpened by another exponent than that of the norm.",
-          "sketchwalk_jax/policies/block_codes.py",
+          "sketchwalk_jax/policies/quantized_keys.py",
           "jax.nn.softmax(logits, axis=-1), 0.0) ** exponent",
           "jax.nn.softmax(logits, axis=-1), 0.0) ** (exponent - 1)"),
     Fault("quest-one-bound-twice",

@@ -572,8 +572,8 @@ def check_evaluation(
             np.testing.assert_allclose(x, y, **allowed, err_msg=str(other))
 
 
-def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
-    """Checks that fitted knobs, thresholds and plans match one device."""
+def check_calibration(axes: dict[str, int], *, has_threshold: bool = True) -> None:
+    """Checks that fitted thresholds and plans match one device."""
     model, where = MESH_MODEL, placement(**axes)
     rows, lengths = prompts(250, 200, 222)
     plain, found = params(model=model), []
@@ -582,7 +582,7 @@ def check_calibration(axes: dict[str, int], *, has_knob: bool = True) -> None:
         policy: Any = POLICIES["adamas"]
         fitted = fit_thresholds(weights, rows, lengths, policy=policy, **options)
         own = [np.array(fitted.thresholds)]
-        if has_knob:
+        if has_threshold:
             policy = POLICIES["flexprefill"]
             set_to = calibrate(weights, rows, lengths, policy=policy, density=0.5, **options)
             own.append(np.array(set_to.tried))

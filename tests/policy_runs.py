@@ -51,7 +51,7 @@ def run(query, key, statistics, span, cache, *, config):
 
     def step(walk, layer):
         query, key, statistics, index = layer
-        statistics = config.observe(query, key, statistics, span=span)
+        statistics = config.update_statistics(query, key, statistics, span=span)
         if span.phase not in config.phases:
             return walk, (statistics, None, None, walk)
         selection, walk = config.select(query, cache, statistics, walk, layer=index, span=span)

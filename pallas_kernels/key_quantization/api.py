@@ -15,8 +15,8 @@ from sketchwalk_jax.pallas_kernels.config import (
 )
 
 
-def block_codes(
-    codes: tuple[Array, Array, Array, Array],
+def quantized_keys(
+    stored: tuple[Array, Array, Array, Array],
     key: Float[Array, "B T K H"],
     span: Any,
     *,
@@ -24,22 +24,22 @@ def block_codes(
     write: Any = None,
     kernel_config: KernelConfig,
 ) -> tuple[Array, ...] | None:
-    """Adds a span of keys to one layer of `BlockCodes`, bit for bit as plain JAX does.
+    """Adds a span of keys to one layer of `QuantizedKeys`, bit for bit as plain JAX does.
 
     It quantizes the slow half of the keys' channels. With a `TokenWrite` it also writes the token
     to the caches, and returns these after the arrays.
     """
-    code, _, _, unfinished = codes
+    quantized, _, _, unfinished = stored
     head_dim = key.shape[-1]
     is_right = key.dtype == unfinished.dtype and key.dtype.itemsize == 2
     if write is not None:
         is_right = is_right and key.dtype == write.value.dtype == write.keys.dtype
-    if not is_right or head_dim not in SCORED_HEADS or code.shape[4] != SCORED_BLOCK:
+    if not is_right or head_dim not in SCORED_HEADS or quantized.shape[4] != SCORED_BLOCK:
         return None
     from sketchwalk_jax.pallas_kernels.key_quantization.quantize_keys import quantize_keys_kernel
 
     return quantize_keys_kernel(
-        *codes,
+        *stored,
         key,
         span.valid,
         first_block=span.first_block,

@@ -1,11 +1,11 @@
 """Quantizes the keys of blocks to four bits on NVIDIA GPUs, in place.
 
-Per channel, over the keys `s` of a block (`policies.block_codes.encode`), with zero point `centre`
-and scale `step`:
+Per channel, over the keys `s` of a block (`policies.quantized_keys.encode`), with zero point
+`zero_point` and scale `scale_exponent`:
 
-    low, high = min_s k_s, max_s k_s,   centre = bfloat16((low + high) / 2)
-    step = least power of two that is >= max(high - centre, centre - low) / 7
-    code_s = round((k_s - centre) / step),   in -7 .. 7
+    low, high = min_s k_s, max_s k_s,   zero_point = bfloat16((low + high) / 2)
+    step = least power of two that is >= max(high - zero_point, zero_point - low) / 7
+    quantized_s = round((k_s - zero_point) / step),   in -7 .. 7
 
 This gives the same bits as `encode`, in the slow half of the channels. Rounding is monotonic, so
 the extremes determine the largest distance from the zero point.
@@ -37,8 +37,8 @@ from sketchwalk_jax.scaled import power_of_two, replace
 _KEYS = 64  # per block
 _FLAGS = 16  # loaded at a time
 _NO_KEY = -128  # scale exponent of a block without keys
-_MIN_STEP, _MAX_STEP = -9, 6
-_LARGEST_CODE = 7.0
+_MIN_EXPONENT, _MAX_EXPONENT = -9, 6
+_LARGEST_QUANTIZED = 7.0
 # Complement of 7/4's mantissa: adding it carries into the exponent for all numbers above 7 times a
 # power of two, and no others.
 _CARRY = (1 << 23) - 1 - (3 << 21)
@@ -88,15 +88,15 @@ class _Sizes:
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, (1,)), self.layout)
 
 
-def _observe(
+def _update_statistics(
     key: Any,
     valid: Any,
     first_block: Any,
     end: Any,
     layer: Any,
-    code: Any,
-    centre: Any,
-    step: Any,
+    quantized: Any,
+    zero_point: Any,
+    scale_exponent: Any,
     unfinished: Any,
     *cache: Any,
     sizes: _Sizes,
@@ -138,12 +138,12 @@ def _observe(
             ops.write(target, halves[half])
 
     def write(halves: list[Array]) -> None:
-        packed, centres, steps = _encode(halves, place < left, sizes=sizes)
-        ops.write(code.at[which, batch, block, head], packed)
+        packed, zero_points, scale_exponents = _encode(halves, place < left, sizes=sizes)
+        ops.write(quantized.at[which, batch, block, head], packed)
         for half in range(2):
             where = (which, batch, block, head, sizes.run(half))
-            ops.write(centre.at[where], centres[half])
-            ops.write(step.at[where], steps[half])
+            ops.write(zero_point.at[where], zero_points[half])
+            ops.write(scale_exponent.at[where], scale_exponents[half])
 
     if sizes.is_token:
 
@@ -206,30 +206,34 @@ def _encode(
     is_finite = (jnp.abs(halves[0]) < jnp.inf) & (jnp.abs(halves[1]) < jnp.inf)
     lost = row_ops.any_of_key(jnp.logical_not(is_finite))
     counts = is_present & jnp.logical_not(lost)
-    nibbles, centres, steps = [], [], []
+    nibbles, zero_points, scale_exponents = [], [], []
     for x in halves:
         low = jnp.min(jnp.where(counts, x, jnp.inf), axis=0)
         high = jnp.max(jnp.where(counts, x, -jnp.inf), axis=0)
         has_key = high > -jnp.inf
-        centre = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0).astype(jnp.bfloat16)
-        middle = centre.astype(jnp.float32)
+        zero_point = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0).astype(jnp.bfloat16)
+        middle = zero_point.astype(jnp.float32)
         farthest = jnp.where(has_key, jnp.maximum(high - middle, middle - low), 0.0)
         bits = jax.lax.bitcast_convert_type(farthest, jnp.int32)
-        step = jnp.right_shift(bits + _CARRY, 23) - 129  # 127, plus 2 for 7's exponent
-        step = jnp.minimum(jnp.maximum(step, _MIN_STEP), _MAX_STEP)
-        away = jnp.where(counts, x - sizes.spread(middle), 0.0) * sizes.spread(power_of_two(-step))
-        away = jnp.minimum(jnp.maximum(away, -_LARGEST_CODE), _LARGEST_CODE) + _ROUNDER
+        scale_exponent = jnp.right_shift(bits + _CARRY, 23) - 129  # 127, plus 2 for 7's exponent
+        scale_exponent = jnp.minimum(jnp.maximum(scale_exponent, _MIN_EXPONENT), _MAX_EXPONENT)
+        away = jnp.where(counts, x - sizes.spread(middle), 0.0) * sizes.spread(
+            power_of_two(-scale_exponent)
+        )
+        away = jnp.minimum(jnp.maximum(away, -_LARGEST_QUANTIZED), _LARGEST_QUANTIZED) + _ROUNDER
         nibbles.append(jax.lax.bitcast_convert_type(away, jnp.int32) & 15)
-        centres.append(centre)
-        steps.append(replace(step, jnp.logical_not(has_key), _NO_KEY).astype(jnp.int8))
+        zero_points.append(zero_point)
+        scale_exponents.append(
+            replace(scale_exponent, jnp.logical_not(has_key), _NO_KEY).astype(jnp.int8)
+        )
     packed = nibbles[0] | jnp.left_shift(nibbles[1], 4)
-    return packed.astype(jnp.int8), centres, steps
+    return packed.astype(jnp.int8), zero_points, scale_exponents
 
 
 def quantize_keys_kernel(
-    code: UInt8[Array, "L B J K S C2"],
-    centre: Float[Array, "L B J K C"],
-    step: Int8[Array, "L B J K C"],
+    quantized: UInt8[Array, "L B J K S C2"],
+    zero_point: Float[Array, "L B J K C"],
+    scale_exponent: Int8[Array, "L B J K C"],
     unfinished: Float[Array, "L B S K C"],
     key: Float[Array, "B T K H"],
     valid: Bool[Array, "B T"],
@@ -243,9 +247,9 @@ def quantize_keys_kernel(
     """Adds a call's keys to one layer of the quantized keys; in place under `jit`.
 
     Args:
-      code: Quantized keys as in `BlockCodes`, in blocks of 64 keys.
-      centre: Zero points, likewise.
-      step: Exponents of the scales, likewise.
+      quantized: Quantized keys as in `QuantizedKeys`, in blocks of 64 keys.
+      zero_point: Zero points, likewise.
+      scale_exponent: Exponents of the scales, likewise.
       unfinished: Keys of each unfinished block, likewise, 16 bits and 32 or 64 channels.
       key: Keys of the same type in all channels: of whole blocks, or one per sequence.
       valid: Mask of the new keys, which are adjacent, begin in the first block and end at `end`.
@@ -257,26 +261,27 @@ def quantize_keys_kernel(
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      The updated `code`, `centre`, `step` and `unfinished`, and both caches if given.
+      The updated `quantized`, `zero_point`, `scale_exponent` and `unfinished`, and both caches if
+      given.
     """
     batch, tokens, kv_heads, head_dim = key.shape
     sizes = _Sizes(
-        blocks=code.shape[2],
+        blocks=quantized.shape[2],
         rows=max(1, tokens // _KEYS),
         quarter=head_dim // 4,
         is_token=tokens == 1,
     )
     kernel = ops.kernel(
-        functools.partial(_observe, sizes=sizes),
+        functools.partial(_update_statistics, sizes=sizes),
         grid=(batch, sizes.rows, kv_heads),
         grid_names=("batch", "row", "head"),
         # No barriers: of the unfinished block, threads read only what they wrote themselves.
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
-        kernel_name="block_codes",
+        kernel_name="quantized_keys",
     )
-    code = jax.lax.bitcast_convert_type(code, jnp.int8)
-    refs = [jax.new_ref(x) for x in (code, centre, step, unfinished)]
+    quantized = jax.lax.bitcast_convert_type(quantized, jnp.int8)
+    refs = [jax.new_ref(x) for x in (quantized, zero_point, scale_exponent, unfinished)]
     first_block, end, layer = (x.astype(jnp.int32) for x in (first_block, end, layer))
     last = []
     if write is not None:
@@ -285,5 +290,5 @@ def quantize_keys_kernel(
         refs += [jax.new_ref(x) for x in (keys, values)]
         last = [own_layer.astype(jnp.int32)[None]]
     kernel(key, valid, first_block, end, layer[None], *refs, *last)
-    code, *found = (jax.freeze(ref) for ref in refs)
-    return jax.lax.bitcast_convert_type(code, jnp.uint8), *found
+    quantized, *found = (jax.freeze(ref) for ref in refs)
+    return jax.lax.bitcast_convert_type(quantized, jnp.uint8), *found

@@ -63,7 +63,7 @@ def takes_page_scores(queries: Float[Array, "B I R N C"], *, block_size: int, pa
 
 def page_scores_of_kernels(
     queries: Float[Array, "B I R N C"],
-    codes: Any,
+    stored: Any,
     rows: Int[Array, "B I"],
     kv_lengths: Int[Array, "B"],
     *,
@@ -72,11 +72,11 @@ def page_scores_of_kernels(
     heads: Any,
     kernel_config: KernelConfig,
 ) -> Float[Array, "B I P"]:
-    """Computes `policies.block_codes.block_scores` with kernels, which flatten blocks and queries.
+    """Computes `quantized_keys.block_scores` with kernels, which flatten blocks and queries.
 
     Args:
       queries: Representative queries of each query block.
-      codes: Quantized keys of one layer, a `LayerCodes`.
+      stored: Quantized keys of one layer, a `LayerKeys`.
       rows: Index of each query block.
       kv_lengths: Number of keys in each sequence.
       scale: Factor of the products.
@@ -88,7 +88,7 @@ def page_scores_of_kernels(
 
     is_ampere = dispatch.kernels_here() == "ampere"
     batch, num_rows, count, num_heads, channels = queries.shape
-    num_blocks, kv_heads = codes.stack.centre.shape[2:4]
+    num_blocks, kv_heads = stored.stack.zero_point.shape[2:4]
     wanted = count * num_heads // kv_heads
     per_row = queries_per_row(wanted)
     # Query blocks at a time: a multiple of those of a thread block, up to the memory limit.
@@ -102,7 +102,7 @@ def page_scores_of_kernels(
     padding = ((0, 0), (0, 0), (0, more_rows), (0, per_row - wanted), (0, 0))
     grouped = jnp.pad(grouped, padding).reshape(batch, kv_heads, -1, tile * per_row, channels)
     score_tile = _score_tile(
-        codes,
+        stored,
         kv_lengths,
         wanted=wanted,
         per_row=per_row,
@@ -128,7 +128,7 @@ def page_scores_of_kernels(
 
 
 def _score_tile(
-    codes: Any,
+    stored: Any,
     kv_lengths: Int[Array, "B"],
     *,
     wanted: int,
@@ -138,8 +138,8 @@ def _score_tile(
     interpret: bool,
 ) -> Callable[..., Float[Array, "B K parts Q P"]]:
     """Returns a function that scores queries `[B K M C]`, without the norm's root."""
-    stack, layer = codes.stack, codes.layer
-    centre = jax.lax.dynamic_index_in_dim(stack.centre, layer, keepdims=False)
+    stack, layer = stored.stack, stored.layer
+    zero_point = jax.lax.dynamic_index_in_dim(stack.zero_point, layer, keepdims=False)
     keys: dict[str, Any] = {"layer": layer, "lengths": kv_lengths}
     norm: dict[str, Any] = {"scale": scale, "exponent": exponent}
     where: dict[str, Any] = {"per_row": per_row, "interpret": interpret}
@@ -150,20 +150,24 @@ def _score_tile(
         def score(own: Array, first_row: Array) -> Array:
             rows = where | {"first_row": first_row}
             twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
-            peaks = max_logits_kernel(twice, stack.code, stack.step, **keys, **rows)
-            return page_scores_kernel(peaks, factor, own, centre, **norm, **rows)
+            max_logits = max_logits_kernel(
+                twice, stack.quantized, stack.scale_exponent, **keys, **rows
+            )
+            return page_scores_kernel(max_logits, factor, own, zero_point, **norm, **rows)
 
         return score
     from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
     from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import dequantize_kernel
 
-    beside = dequantize_kernel(stack.code, stack.step, **keys, interpret=interpret)
-    centre = jnp.pad(centre, ((0, 0), (0, -centre.shape[1] % kernel.STEP), (0, 0), (0, 0)))
+    beside = dequantize_kernel(stack.quantized, stack.scale_exponent, **keys, interpret=interpret)
+    zero_point = jnp.pad(
+        zero_point, ((0, 0), (0, -zero_point.shape[1] % kernel.STEP), (0, 0), (0, 0))
+    )
 
     def hopper_score(own: Array, first_row: Array) -> Array:
         rows = where | {"first_row": first_row}
-        peaks, factor = kernel.hopper_max_logits_kernel(own, beside, wanted=wanted, **rows)
-        return kernel.hopper_page_scores_kernel(peaks, factor, own, centre, **norm, **rows)
+        max_logits, factor = kernel.hopper_max_logits_kernel(own, beside, wanted=wanted, **rows)
+        return kernel.hopper_page_scores_kernel(max_logits, factor, own, zero_point, **norm, **rows)
 
     return hopper_score
 

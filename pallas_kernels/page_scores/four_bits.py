@@ -2,11 +2,11 @@
 
 Two quantized numbers of a word become float16 in two instructions: their four bits go into the
 mantissa of 1024, and a fused multiply-add subtracts the excess and multiplies by the scale. This is
-exact: `step · code` is exact in eight bits. The scales are halved and the queries doubled, since
-constants would exceed 65504 otherwise.
+exact: `scale · quantized` is exact in eight bits. The scales are halved and the queries doubled,
+since constants would exceed 65504 otherwise.
 
 A pair is in bytes 0 and 2 of a word, or in bytes 1 and 3; a byte's low four bits are a channel of
-the first half, its high four bits one of the second half (`BlockCodes`).
+the first half, its high four bits one of the second half (`QuantizedKeys`).
 """
 
 from jaxlib.mlir import ir
@@ -15,22 +15,22 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith
 
 LOW, HIGH = 0, 1  # halves of the channels, and of a byte
-NO_STEP = -128  # scale exponent of a block without keys
+NO_SCALE = -128  # scale exponent of a block without keys
 BITS = (0x000F000F, 0x00F000F0)  # bits of two quantized numbers in a word
 MAGIC = (0x64086408, 0x64806480)  # 1024, xor the quantized number's sign bit
 _STEP_BIAS = (14, 10)  # float16 exponent bias of half the scale, and of a 32nd of it
 EXCESS = (0xE408E408, 0xE480E480)  # -1032 and -1152, in units of these scales
 
 
-def factors(steps: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]:
+def factors(scale_exponents: list[ir.Value], half: int) -> list[tuple[ir.Value, ir.Value]]:
     """Returns factor and addend for bytes 0 and 2, then for bytes 1 and 3, of each word.
 
     Args:
-      steps: Exponents of the channels' scales, in words of four.
+      scale_exponents: Exponents of the channels' scales, in words of four.
       half: `LOW` or `HIGH`.
     """
     found = []
-    for word in steps:
+    for word in scale_exponents:
         for shift in (0, 8):
             x = arith.andi(arith.shrui(word, _int(shift)), _int(0x00FF00FF))
             bias = _STEP_BIAS[half]
@@ -63,10 +63,10 @@ def in_pairs(numbers: list[ir.Value]) -> list[ir.Value]:
     return found
 
 
-def is_empty(steps: list[ir.Value]) -> ir.Value:
+def is_empty(scale_exponents: list[ir.Value]) -> ir.Value:
     """Whether a block has no key, from words of its scale exponents."""
-    byte = arith.andi(steps[0], _int(0xFF))
-    return mlir.compare("eq", byte, NO_STEP & 0xFF)
+    byte = arith.andi(scale_exponents[0], _int(0xFF))
+    return mlir.compare("eq", byte, NO_SCALE & 0xFF)
 
 
 _int = mlir.constant

@@ -3,16 +3,16 @@
 A few representative queries of every head stand for a query block (a row). `m` counts the queries
 of all heads that share a key/value head, row after row. The first kernel computes page max logits.
 It multiplies in eight bits, with a power of two per query, and with keys `k'` relative to their
-block's zero point `centre`,
+block's zero point `zero_point`,
 
-    peaks[p, m] = 2^{a_m} max_{s in page p} (2^{-a_m} q_m) · k'_s
+    max_logits[p, m] = 2^{a_m} max_{s in page p} (2^{-a_m} q_m) · k'_s
 
 and the second adds the zero points' logits and takes the softmax over pages,
 
-    l[p, m] = scale · (peaks[p, m] + q_m · centre_j)
+    l[p, m] = scale · (max_logits[p, m] + q_m · zero_point_j)
     S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
 
-for the four pages `p` of 16 keys of each block `j` up to the row's own (`policies.block_codes`).
+for the four pages `p` of 16 keys of each block `j` up to the row's own (`policies.quantized_keys`).
 
 *Page max logits.* Each computing warpgroup of a thread block rounds 64 queries to eight bits and
 keeps them in registers. One more warpgroup, the loader, copies the keys eight blocks at a time, so
@@ -79,7 +79,7 @@ def queries_per_row(wanted: int) -> int:
 # Page max logits
 
 
-def _peaks(
+def _max_logits(
     query: Any,
     key: Any,
     first_row: Any,
@@ -179,7 +179,7 @@ def hopper_max_logits_kernel(
     wanted: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K P M"], Float[Array, "B K M"]]:
-    """Computes page max logits, `peaks` of the module, in two factors.
+    """Computes page max logits, `max_logits` of the module, in two factors.
 
     Pages after a query's own row have arbitrary numbers.
 
@@ -202,7 +202,7 @@ def hopper_max_logits_kernel(
     found = (_COMPUTING, 2, _GROUP * _PAGES, _QUERIES)
     row = channels * query.dtype.itemsize
     kernel = ops.kernel(
-        functools.partial(_peaks, per_row=per_row, wanted=wanted),
+        functools.partial(_max_logits, per_row=per_row, wanted=wanted),
         out_type=(
             jax.ShapeDtypeStruct(shape, jnp.float16),
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
@@ -221,7 +221,7 @@ def hopper_max_logits_kernel(
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(),
         interpret=interpret,
-        kernel_name="block_peaks",
+        kernel_name="page_max_logits",
     )
     return kernel(query, key, first_row.astype(jnp.int32))
 
@@ -264,16 +264,16 @@ class ScoresTiling:
 
 
 def _scores(
-    peaks: Any,
+    max_logits: Any,
     factor: Any,
     query: Any,
-    centre: Any,
+    zero_point: Any,
     first_row: Any,
     out: Any,
     *,
     tiling: ScoresTiling,
     queries: Any,
-    centres: Any,
+    zero_points: Any,
     tiles: Any,
     meeting: Any,
     filled: Any,
@@ -298,7 +298,7 @@ def _scores(
         slot = jnp.bitwise_and(step, _STAGES - 1)
         some = pl.ds(step * _STEP, _STEP)
         for page in range(_PAGES):
-            source = peaks.at[batch, kv_head, some, page, own]
+            source = max_logits.at[batch, kv_head, some, page, own]
             plgpu.copy_gmem_to_smem(source, mine.at[slot, page], filled.at[slot])
 
         @pl.when(warpgroup == 0)
@@ -307,8 +307,8 @@ def _scores(
             def _() -> None:
                 plgpu.barrier_wait(freed.at[slot])
 
-            source = centre.at[batch, some, kv_head]
-            plgpu.copy_gmem_to_smem(source, centres.at[slot], filled.at[slot])
+            source = zero_point.at[batch, some, kv_head]
+            plgpu.copy_gmem_to_smem(source, zero_points.at[slot], filled.at[slot])
 
     plgpu.copy_gmem_to_smem(query.at[batch, kv_head, own], queries.at[warpgroup], ready)
     for step in range(_STAGES - 1):
@@ -335,7 +335,7 @@ def _scores(
 
         def product(accumulator: ops.Accumulator) -> Any:
             right = queries.at[warpgroup].transpose((1, 0))
-            accumulator.add_product(centres.at[slot], right)
+            accumulator.add_product(zero_points.at[slot], right)
             return accumulator.load()
 
         found = ops.with_accumulator(product, shape)
@@ -431,10 +431,10 @@ def _scores(
 
 
 def hopper_page_scores_kernel(
-    peaks: Float[Array, "B K P M"],
+    max_logits: Float[Array, "B K P M"],
     factor: Float[Array, "B K M"],
     query: Float[Array, "B K M C"],
-    centre: Float[Array, "B blocks K C"],
+    zero_point: Float[Array, "B blocks K C"],
     *,
     first_row: Int[Array, "B"],
     per_row: int,
@@ -445,10 +445,10 @@ def hopper_page_scores_kernel(
     """Computes page scores, `S` of the module, per key/value head and 32 queries of a row.
 
     Args:
-      peaks: Page max logits of `hopper_max_logits_kernel`; NaN excludes a page.
+      max_logits: Page max logits of `hopper_max_logits_kernel`; NaN excludes a page.
       factor: Factors of `hopper_max_logits_kernel`; NaN excludes a query.
       query: The queries in 16 bits.
-      centre: Zero points of the blocks in 16 bits.
+      zero_point: Zero points of the blocks in 16 bits.
       first_row: Block index of each sequence's first row.
       per_row: Queries per row, from `queries_per_row`.
       scale: Factor of the products.
@@ -462,12 +462,12 @@ def hopper_page_scores_kernel(
     tiling = ScoresTiling(
         programs=num_queries // (_WARPGROUPS * PART),
         per_row=per_row,
-        blocks=centre.shape[1],
+        blocks=zero_point.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
     )
     shape = (batch, kv_heads, tiling.parts, num_queries // per_row, tiling.blocks, _PAGES)
-    peaks = peaks.reshape(batch, kv_heads, tiling.blocks, _PAGES, num_queries)
+    max_logits = max_logits.reshape(batch, kv_heads, tiling.blocks, _PAGES, num_queries)
     tile = (_WARPGROUPS, _STAGES, _PAGES, _STEP, PART)
     swizzle = channels * query.dtype.itemsize
     kernel = ops.kernel(
@@ -475,8 +475,8 @@ def hopper_page_scores_kernel(
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         scratch_types={
             "queries": ops.tiled((_WARPGROUPS, PART, channels), query.dtype, swizzle=swizzle),
-            "centres": ops.tiled((_STAGES, _STEP, channels), centre.dtype, swizzle=swizzle),
-            "tiles": ops.tiled(tile, peaks.dtype, swizzle=2 * PART),
+            "zero_points": ops.tiled((_STAGES, _STEP, channels), zero_point.dtype, swizzle=swizzle),
+            "tiles": ops.tiled(tile, max_logits.dtype, swizzle=2 * PART),
             "meeting": ops.scratch_of_rows(_WARPGROUPS),
             "filled": plgpu.Barrier(num_arrivals=_WARPGROUPS * _PAGES + 1, num_barriers=_STAGES),
             "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
@@ -490,5 +490,5 @@ def hopper_page_scores_kernel(
         interpret=interpret,
         kernel_name="block_scores",
     )
-    found = kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))
+    found = kernel(max_logits, factor, query, zero_point, first_row.astype(jnp.int32))
     return found.reshape(*shape[:4], -1)

@@ -1,6 +1,6 @@
 """Dequantizes 4-bit keys to float8, relative to their block's zero point, on Hopper GPUs.
 
-    k'_s = step · code_s,   exact in float8_e4m3fn (`policies.block_codes`)
+    k'_s = scale · quantized_s,   exact in float8_e4m3fn (`policies.quantized_keys`)
 
 for the keys of one layer, in the layout that `hopper` multiplies (`hopper_max_logits`). Missing
 tokens of a page repeat its first key, so the maximum stays the same. Pages without a key are NaN.
@@ -33,7 +33,7 @@ from sketchwalk_jax.pallas_kernels.page_scores.four_bits import (
     HIGH,
     LOW,
     MAGIC,
-    NO_STEP,
+    NO_SCALE,
 )
 
 _KEYS = max_logits.BLOCK
@@ -76,31 +76,37 @@ class _Sizes:
         return self.row_bytes // (_SHARING * _WORD)
 
 
-def _write_residuals(
-    code: Any, step: Any, lengths: Any, layer: Any, out: Any, *, sizes: _Sizes
+def _write_offsets(
+    quantized: Any, scale_exponent: Any, lengths: Any, layer: Any, out: Any, *, sizes: _Sizes
 ) -> None:
     """Runs one thread block: four adjacent pairs of a block and a head."""
     batch, program = jax.lax.axis_index("batch"), jax.lax.axis_index("program")
     own, length = layer[0], lengths[batch]
-    code, step, out = code.at[own, batch], step.at[own, batch], out.at[batch]
+    quantized, scale_exponent, out = (
+        quantized.at[own, batch],
+        scale_exponent.at[own, batch],
+        out.at[batch],
+    )
     if ops.is_interpreted():
         for warp in range(row_ops.WARPS):
             unit = program * row_ops.WARPS + warp
-            write_unit = functools.partial(_write_interpreted, code, step, out, unit, length)
+            write_unit = functools.partial(
+                _write_interpreted, quantized, scale_exponent, out, unit, length
+            )
             pl.when(unit < sizes.units)(functools.partial(write_unit, sizes=sizes))
         return
 
-    @mlir.emit(code, step, out, numbers=(program, length))
-    def _(code: Any, step: Any, out: Any, first: Any, length: Any) -> None:
+    @mlir.emit(quantized, scale_exponent, out, numbers=(program, length))
+    def _(quantized: Any, scale_exponent: Any, out: Any, first: Any, length: Any) -> None:
         unit = arith.addi(arith.muli(first, _int(row_ops.WARPS)), mlir.warp())
         is_there = mlir.compare("slt", unit, sizes.units)
         with mgpu.when(is_there):
-            _write_unit(code, step, out, unit, length, sizes=sizes)
+            _write_unit(quantized, scale_exponent, out, unit, length, sizes=sizes)
 
 
 def _write_unit(
-    code: ir.Value,
-    step: ir.Value,
+    quantized: ir.Value,
+    scale_exponent: ir.Value,
     out: ir.Value,
     unit: ir.Value,
     length: ir.Value,
@@ -120,7 +126,7 @@ def _write_unit(
     own = arith.shrui(lane, _int(_SHARING.bit_length() - 1))
     # Quantized rows are ordered by block, head and key.
     first_row = arith.subi(arith.muli(unit, _int(_KEYS)), first_key)
-    keys, codes, missing = [], [], []
+    keys, stored, missing = [], [], []
     for page in range(_PAGES):
         key = arith.addi(arith.addi(first_key, own), _int(page * _AT_ONCE))
         is_key = mlir.compare("slt", key, length)
@@ -129,15 +135,15 @@ def _write_unit(
         missing.append(arith.select(is_page, _int(0), _int(_NAN)))
         present = arith.select(is_key, key, first)
         keys.append(key)
-        pointer = mlir.address(code, row(arith.addi(first_row, present), row_bytes))
-        codes.append(_load(pointer, sizes.words))
-    pointer = mlir.address(step, row(unit, 2 * row_bytes))
-    steps = [_load(pointer, sizes.words, offset=half * row_bytes) for half in (LOW, HIGH)]
-    factors = [[_factors(x, half) for x in steps[half]] for half in (LOW, HIGH)]
+        pointer = mlir.address(quantized, row(arith.addi(first_row, present), row_bytes))
+        stored.append(_load(pointer, sizes.words))
+    pointer = mlir.address(scale_exponent, row(unit, 2 * row_bytes))
+    scale_exponents = [_load(pointer, sizes.words, offset=half * row_bytes) for half in (LOW, HIGH)]
+    factors = [[_factors(x, half) for x in scale_exponents[half]] for half in (LOW, HIGH)]
     group = arith.divsi(block, _int(max_logits.GROUP))
     groups = _int(-(-sizes.blocks // max_logits.GROUP))
     group_start = arith.muli(arith.addi(arith.muli(head, groups), group), _int(_OF_GROUP))
-    for page, (key, held) in enumerate(zip(keys, codes, strict=True)):
+    for page, (key, held) in enumerate(zip(keys, stored, strict=True)):
         place = arith.andi(key, _int(_OF_GROUP - 1))
         in_block = _place(own, page)
         place = arith.ori(arith.andi(place, _int(-_KEYS)), in_block)
@@ -161,12 +167,12 @@ def _place(own: ir.Value, page: int) -> ir.Value:
     return arith.ori(place, _int(max_logits.place_of_key(page * _AT_ONCE)))
 
 
-def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
+def _factors(scale_exponents: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
     """Returns float16 pairs of scales for bytes 0 and 2 and for bytes 1 and 3, or NaN."""
     found = []
     for shift in (0, 8):
-        x = arith.andi(arith.shrui(steps, _int(shift)), _int(0x00FF00FF))
-        # Of the negative exponents, only `NO_STEP` has no bit after the first.
+        x = arith.andi(arith.shrui(scale_exponents, _int(shift)), _int(0x00FF00FF))
+        # Of the negative exponents, only `NO_SCALE` has no bit after the first.
         is_none = arith.andi(x, arith.xori(arith.shli(x, _int(1)), _int(-1)))
         is_none = arith.muli(arith.andi(is_none, _int(0x00800080)), _int(0x7E00 // 0x80))
         bias = _STEP_BIAS[half]
@@ -175,7 +181,7 @@ def _factors(steps: ir.Value, half: int) -> tuple[ir.Value, ir.Value]:
     return found[0], found[1]
 
 
-def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Value:
+def _numbers(stored: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Value:
     """Dequantizes four of a word's quantized numbers to float8."""
     lines = [
         f"lop3.b32 x, {source}, {BITS[half]}, {MAGIC[half]}, 0x6a; "
@@ -188,23 +194,23 @@ def _numbers(codes: ir.Value, half: int, even: ir.Value, odd: ir.Value) -> ir.Va
         f"shr.u32 y, $1, 8; {' '.join(lines)} "
         "cvt.u32.u16 x, a; cvt.u32.u16 y, b; prmt.b32 $0, x, y, 0x5140; }"
     )
-    return mlir.run(code, codes, even, odd)
+    return mlir.run(code, stored, even, odd)
 
 
 def _write_interpreted(
-    code: Any, step: Any, out: Any, unit: Array, length: Array, *, sizes: _Sizes
+    quantized: Any, scale_exponent: Any, out: Any, unit: Array, length: Array, *, sizes: _Sizes
 ) -> None:
     block, head = jax.lax.div(unit, sizes.kv_heads), jax.lax.rem(unit, sizes.kv_heads)
-    signed = jax.lax.bitcast_convert_type(code[block, head], jnp.int8).astype(jnp.int32)
-    codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
+    signed = jax.lax.bitcast_convert_type(quantized[block, head], jnp.int8).astype(jnp.int32)
+    stored = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
     key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
-    first = codes.reshape(_PAGES, -1, codes.shape[-1])[:, :1]
-    first = jnp.broadcast_to(first, (_PAGES, _AT_ONCE, codes.shape[-1]))
-    codes = jnp.where(key < length, codes, first.reshape(codes.shape))
-    codes = jnp.where(key // _AT_ONCE * _AT_ONCE < length, codes, jnp.nan)
-    exponent = step[block, head].astype(jnp.int32)
+    first = stored.reshape(_PAGES, -1, stored.shape[-1])[:, :1]
+    first = jnp.broadcast_to(first, (_PAGES, _AT_ONCE, stored.shape[-1]))
+    stored = jnp.where(key < length, stored, first.reshape(stored.shape))
+    stored = jnp.where(key // _AT_ONCE * _AT_ONCE < length, stored, jnp.nan)
+    exponent = scale_exponent[block, head].astype(jnp.int32)
     scale = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    found = codes * jnp.where(exponent == NO_STEP, jnp.nan, scale)[None]
+    found = stored * jnp.where(exponent == NO_SCALE, jnp.nan, scale)[None]
     found = jax.lax.bitcast_convert_type(found.astype(jnp.float8_e4m3fn), jnp.int8)
     # Permute keys as `hopper_max_logits.place_of_key` does.
     found = found.reshape(_PAGES, -1, 2, found.shape[-1]).swapaxes(0, 1).reshape(found.shape)
@@ -219,8 +225,8 @@ def _write_interpreted(
 
 
 def dequantize_kernel(
-    code: UInt8[Array, "L B J K S C2"],
-    step: Int8[Array, "L B J K C"],
+    quantized: UInt8[Array, "L B J K S C2"],
+    scale_exponent: Int8[Array, "L B J K C"],
     *,
     layer: Int[Array, ""],
     lengths: Int[Array, "B"],
@@ -231,25 +237,26 @@ def dequantize_kernel(
     The padding of the last group is not written.
 
     Args:
-      code: Quantized keys (`BlockCodes`) of all layers, in blocks of 64 keys and 32 or 64 channels.
-      step: Exponents of the scales, likewise.
+      quantized: Quantized keys (`QuantizedKeys`) of all layers, in blocks of 64 keys and 32 or 64
+        channels.
+      scale_exponent: Exponents of the scales, likewise.
       layer: The layer.
       lengths: Number of keys in each sequence.
       interpret: Whether the interpreter runs the kernel.
     """
-    _, batch, blocks, kv_heads, _, row_bytes = code.shape
+    _, batch, blocks, kv_heads, _, row_bytes = quantized.shape
     sizes = _Sizes(blocks=blocks, kv_heads=kv_heads, row_bytes=row_bytes)
     groups = -(-blocks // max_logits.GROUP)
     shape = (batch, kv_heads, groups, sizes.lines, max_logits.LINE)
     found = ops.kernel(
-        functools.partial(_write_residuals, sizes=sizes),
+        functools.partial(_write_offsets, sizes=sizes),
         out_type=jax.ShapeDtypeStruct(shape, jnp.int8),
         grid=(batch, -(-sizes.units // row_ops.WARPS)),
         grid_names=("batch", "program"),
         compiler_params=ops.compiler_params(),
         interpret=interpret,
-        kernel_name="block_residuals",
-    )(code, step, lengths.astype(jnp.int32), layer.astype(jnp.int32)[None])
+        kernel_name="dequantized_offsets",
+    )(quantized, scale_exponent, lengths.astype(jnp.int32), layer.astype(jnp.int32)[None])
     return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)
 
 

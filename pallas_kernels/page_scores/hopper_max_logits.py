@@ -74,7 +74,8 @@ def largest_of_query(channels: int) -> float:
 def round_queries(query: Float[Array, "64 C"]) -> tuple[Array, Float[Array, "64"]]:
     """Rounds queries to float8_e4m3fn, and returns them with the power of two that each lacks.
 
-    This is `policies.block_codes.round_queries` with a different power of two (`largest_of_query`).
+    This is `policies.quantized_keys.round_queries` with a different power of two
+    (`largest_of_query`).
 
     Args:
       query: Queries in 16 bits, in `LAYOUT`.

@@ -128,12 +128,12 @@ class _Sizes:
     decay: float
 
 
-def _find_evidence(
+def _find_page_scores(
     powers_ref: Any,
     top_ref: Any,
     total_ref: Any,
     length_ref: Any,
-    evidence_ref: Any,
+    page_scores_ref: Any,
     *,
     sizes: _Sizes,
     factors: Any,
@@ -151,24 +151,24 @@ def _find_evidence(
     def read_words() -> Array:
         return _read_words(powers_ref.at[sequence], first, there, sizes=sizes)
 
-    def write_evidence(read: Array) -> None:
-        sums, evidence = _add_heads(read, factors, sizes=sizes), evidence_ref.at[sequence]
+    def write_page_scores(read: Array) -> None:
+        sums, page_scores = _add_heads(read, factors, sizes=sizes), page_scores_ref.at[sequence]
         layout = _columns_layout(_PACKED)
         place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
-        columns = jnp.where(place < sizes.count, first + place, evidence.shape[0])
-        previous = row_ops.read_row(columns, evidence, layout=layout)
-        found = evidence_of(
+        columns = jnp.where(place < sizes.count, first + place, page_scores.shape[0])
+        previous = row_ops.read_row(columns, page_scores, layout=layout)
+        found = combine_page_scores(
             jnp.where(columns < there, sums, 0.0),
             previous,
             exponent=sizes.exponent,
             decay=sizes.decay,
         )
-        row_ops.write_row(found, columns, evidence, layout=layout)
+        row_ops.write_row(found, columns, page_scores, layout=layout)
 
     if ops.is_interpreted():
         make_factors()
         sums = _add_heads(read_words(), factors, sizes=sizes)
-        _write_interpreted(sums, part, there, evidence_ref.at[sequence], sizes=sizes)
+        _write_interpreted(sums, part, there, page_scores_ref.at[sequence], sizes=sizes)
         return
     warpgroup = jax.lax.axis_index("warpgroup")
 
@@ -181,21 +181,21 @@ def _find_evidence(
     def _() -> None:
         read = read_words()
         row_ops.program_barrier()
-        write_evidence(read)
+        write_page_scores(read)
 
 
 def _write_interpreted(
-    sums: Array, part: Array, there: Array, evidence: Any, *, sizes: _Sizes
+    sums: Array, part: Array, there: Array, page_scores: Any, *, sizes: _Sizes
 ) -> None:
     """Writes the page scores of a part; the last part may have fewer columns."""
-    whole, rest = divmod(evidence.shape[0], sizes.count)
+    whole, rest = divmod(page_scores.shape[0], sizes.count)
 
     def write(width: int) -> None:
         own = pl.ds(part * sizes.count, width)
         columns = part * sizes.count + jnp.arange(width, dtype=jnp.int32)
         found = jnp.where(columns < there, sums[:width], 0.0)
-        evidence[own] = evidence_of(
-            found, evidence[own], exponent=sizes.exponent, decay=sizes.decay
+        page_scores[own] = combine_page_scores(
+            found, page_scores[own], exponent=sizes.exponent, decay=sizes.decay
         )
 
     pl.when(part < whole)(functools.partial(write, sizes.count))
@@ -290,7 +290,7 @@ def _add_heads(
     return add
 
 
-def evidence_of(
+def combine_page_scores(
     sums: Float[Array, "*shape"], previous: Float[Array, "*shape"], *, exponent: int, decay: float
 ) -> Float[Array, "*shape"]:
     """Returns the page scores `R` of the module."""
@@ -312,9 +312,9 @@ def _place_of_thread() -> ir.Value:
     return arith.muli(thread, mlir.constant(_PACKED))
 
 
-def token_evidence_kernel(
+def token_page_scores_kernel(
     parts: TokenParts,
-    evidence: Any,
+    page_scores: Any,
     lengths: Int[Array, "B"],
     *,
     exponent: int,
@@ -325,7 +325,7 @@ def token_evidence_kernel(
 
     Args:
       parts: Results of `token_scores_kernel`, of all heads.
-      evidence: Reference to the previous layer's page scores, float32 `[B, P]`.
+      page_scores: Reference to the previous layer's page scores, float32 `[B, P]`.
       lengths: Number of keys in each sequence.
       exponent: Exponent of the shares.
       decay: Factor of the previous layer's page scores.
@@ -341,13 +341,13 @@ def token_evidence_kernel(
     batch, num_heads, _ = powers.shape
     sizes = _Sizes(count=count, exponent=exponent, decay=decay)
     ops.kernel(
-        functools.partial(_find_evidence, sizes=sizes),
+        functools.partial(_find_page_scores, sizes=sizes),
         scratch_types={"factors": plgpu.SMEM((-(-num_heads // _HEADS) * _HEADS,), jnp.float32)},
-        grid=(batch, -(-evidence.shape[1] // count)),
+        grid=(batch, -(-page_scores.shape[1] // count)),
         grid_names=("sequence", "part"),
         num_threads=1 if interpret else 2,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
-        kernel_name="token_evidence",
-    )(powers, top, total, lengths, evidence)
+        kernel_name="token_page_scores",
+    )(powers, top, total, lengths, page_scores)

@@ -1,6 +1,6 @@
 """Page max logits of a prompt's queries with 4-bit keys, on GPUs from Ampere on.
 
-    peaks[p, m] = max_{s in page p} q'_m · step code_s
+    max_logits[p, m] = max_{s in page p} q'_m · scale quantized_s
 
 `m` counts the representative queries, as in `hopper`, and `q'` are the queries rounded to eight
 bits (`round_queries`). Results are float16 without the queries' powers of two, like those of
@@ -37,7 +37,7 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
-from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
+from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_SCALE
 
 QUERIES = 64  # per warp
 TILE = QUERIES * row_ops.WARPS
@@ -52,10 +52,10 @@ _PART = 32  # key blocks per thread block; with more, a few would run alone at t
 _NAN = 0x7FFF7FFF  # two float16 NaN
 
 
-def _find_peaks(
+def _find_max_logits(
     query: Any,
-    code: Any,
-    step: Any,
+    quantized: Any,
+    scale_exponent: Any,
     lengths: Any,
     first_row: Any,
     layer: Any,
@@ -69,27 +69,27 @@ def _find_peaks(
     tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
     last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
     first = jax.lax.axis_index("part") * _PART
-    end = jnp.minimum(jnp.minimum(last + 1, code.shape[2]), first + _PART)
+    end = jnp.minimum(jnp.minimum(last + 1, quantized.shape[2]), first + _PART)
     last_key = jnp.maximum(lengths[batch] - 1, 0)
-    code, step = code.at[layer[0], batch], step.at[layer[0], batch]
+    quantized, scale_exponent = quantized.at[layer[0], batch], scale_exponent.at[layer[0], batch]
     numbers = (kv_head, tile * TILE, first, end, lengths[batch], last_key)
     query, out = query.at[batch, kv_head], out.at[batch, kv_head]
 
     @pl.when(first < end)
     def _() -> None:
         if ops.is_interpreted():
-            _interpreted(query, code, step, out, *numbers)
+            _interpreted(query, quantized, scale_exponent, out, *numbers)
             return
 
-        @mlir.emit(query, code, step, out, numbers=numbers)
+        @mlir.emit(query, quantized, scale_exponent, out, numbers=numbers)
         def _(*values: Any) -> None:
             _Warp(*values).run()
 
 
 def _interpreted(
     query: Any,
-    code: Any,
-    step: Any,
+    quantized: Any,
+    scale_exponent: Any,
     out: Any,
     kv_head: Array,
     first_query: Array,
@@ -102,16 +102,16 @@ def _interpreted(
     queries = query[own].astype(jnp.float32)
 
     def find(block: Array, nothing: Any) -> Any:
-        signed = jax.lax.bitcast_convert_type(code[block, kv_head], jnp.int8).astype(jnp.int32)
-        codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1)
-        exponent = step[block, kv_head].astype(jnp.int32)
+        signed = jax.lax.bitcast_convert_type(quantized[block, kv_head], jnp.int8).astype(jnp.int32)
+        stored = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1)
+        exponent = scale_exponent[block, kv_head].astype(jnp.int32)
         half = jax.lax.bitcast_convert_type((exponent + 126) << 23, jnp.float32)
-        keys = codes.astype(jnp.float32) * half[None]
+        keys = stored.astype(jnp.float32) * half[None]
         products = jnp.dot(keys, queries.T, precision=jax.lax.Precision.HIGHEST)
         key = block * _KEYS + jnp.arange(_KEYS, dtype=jnp.int32)[:, None]
         products = jnp.where(key <= last_key, products, -jnp.inf).astype(jnp.float16)
         found = jnp.max(products.reshape(_PAGES, _OF_PAGE, TILE), axis=1)
-        is_there = (key[::_OF_PAGE] < length) & (exponent[0] != NO_STEP)
+        is_there = (key[::_OF_PAGE] < length) & (exponent[0] != NO_SCALE)
         # A page without keys becomes NaN.
         found = jnp.where(is_there, found, jnp.float16(jnp.nan))
         out[pl.ds(block * _PAGES, _PAGES), own] = found
@@ -129,8 +129,8 @@ class _Warp:
     def __init__(
         self,
         query: ir.Value,
-        code: ir.Value,
-        step: ir.Value,
+        quantized: ir.Value,
+        scale_exponent: ir.Value,
         out: ir.Value,
         kv_head: ir.Value,
         first_query: ir.Value,
@@ -140,10 +140,15 @@ class _Warp:
         last_key: ir.Value,
     ) -> None:
         """Computes the thread's addresses."""
-        self._query, self._code, self._step, self._out = query, code, step, out
+        self._query, self._quantized, self._scale_exponent, self._out = (
+            query,
+            quantized,
+            scale_exponent,
+            out,
+        )
         self._kv_head, self._first, self._end = kv_head, first, end
         self._length, self._last_key = length, last_key
-        _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
+        _, self._kv_heads, _, self._row_bytes = ir.MemRefType(quantized.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # quantized words per key and thread
         lane = mlir.lane()
         self._row = arith.shrui(lane, _int(2))
@@ -155,8 +160,8 @@ class _Warp:
     def run(self) -> None:
         """Processes all key blocks of the thread block."""
         queries = self._load_queries()
-        code = self._codes_of(self._first)
-        held = [x for group in range(_COLUMNS) for x in self._load_codes(code, group)]
+        quantized = self._keys_of(self._first)
+        held = [x for group in range(_COLUMNS) for x in self._load_keys(quantized, group)]
         held += self._load_steps(self._first)
         bounds = [mlir.index(x) for x in (self._first, self._end, _int(1))]
         loop = scf.ForOp(*bounds, held)
@@ -195,7 +200,7 @@ class _Warp:
             )
         return found
 
-    def _codes_of(self, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _keys_of(self, block: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Returns the address of the thread's first key of a block, and bytes to the last key."""
         page = arith.shrui(self._row, _int(1))
         own = arith.addi(arith.muli(page, _int(_OF_PAGE)), arith.andi(self._row, _int(1)))
@@ -205,11 +210,11 @@ class _Warp:
         # Blocks after the last key give other keys' addresses, whose results are masked.
         key = arith.addi(arith.muli(block, _int(_KEYS)), own)
         left = arith.muli(arith.subi(self._last_key, key), _int(self._row_bytes))
-        return mlir.address(self._code, place), left
+        return mlir.address(self._quantized, place), left
 
-    def _load_codes(self, code: tuple[ir.Value, ir.Value], group: int) -> list[ir.Value]:
+    def _load_keys(self, quantized: tuple[ir.Value, ir.Value], group: int) -> list[ir.Value]:
         """Starts to read one of eight quantized keys, clamped to the last existing key."""
-        pointer, left = code
+        pointer, left = quantized
         kind, long = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(64)
         offset = arith.minsi(left, _int(2 * group * self._row_bytes))
         offset = arith.extsi(long, offset)
@@ -219,7 +224,7 @@ class _Warp:
         """Starts to read the scale exponents of a block."""
         place = arith.addi(arith.muli(block, _int(self._kv_heads)), self._kv_head)
         place = arith.addi(arith.muli(place, _int(2 * self._row_bytes)), self._channel)
-        pointer = mlir.address(self._step, place)
+        pointer = mlir.address(self._scale_exponent, place)
         found: list[ir.Value] = []
         for half in (LOW, HIGH):
             found += _load(pointer, self._words, offset=half * self._row_bytes)
@@ -232,18 +237,21 @@ class _Warp:
     ) -> list[ir.Value]:
         """Writes the maxima of one block; starts to read the next block and returns it."""
         own = self._words
-        codes, steps = held[: _COLUMNS * own], held[_COLUMNS * own :]
-        factors = [four_bits.factors(steps[half * own : (half + 1) * own], half) for half in (0, 1)]
-        missing = self._is_missing(block, steps)
+        stored, scale_exponents = held[: _COLUMNS * own], held[_COLUMNS * own :]
+        factors = [
+            four_bits.factors(scale_exponents[half * own : (half + 1) * own], half)
+            for half in (0, 1)
+        ]
+        missing = self._is_missing(block, scale_exponents)
         # After the last block, read it again.
         following = arith.minsi(arith.addi(block, _int(1)), arith.subi(self._end, _int(1)))
         coming = self._load_steps(following)
-        code = self._codes_of(following)
+        quantized = self._keys_of(following)
         best: list[list[ir.Value]] = []
         loaded: list[ir.Value] = []
         for group in range(_COLUMNS):
-            columns = self._columns(codes[group * own : (group + 1) * own], factors)
-            loaded += self._load_codes(code, group)
+            columns = self._columns(stored[group * own : (group + 1) * own], factors)
+            loaded += self._load_keys(quantized, group)
             sums = [[_int(0)] * 2 for _ in range(_TILES)]
             for half, word, right in columns:
                 for tile in range(_TILES):
@@ -257,16 +265,16 @@ class _Warp:
                 if best
                 else sums
             )
-        peaks = [_of_queries(*rows) for rows in best]
-        self._write(block, peaks, missing)
+        max_logits = [_of_queries(*rows) for rows in best]
+        self._write(block, max_logits, missing)
         return [*loaded, *coming]
 
     def _columns(
-        self, codes: list[ir.Value], factors: list[list[tuple[ir.Value, ir.Value]]]
+        self, stored: list[ir.Value], factors: list[list[tuple[ir.Value, ir.Value]]]
     ) -> list[tuple[int, int, list[ir.Value]]]:
         """Returns half, word and right operand of each product with a thread's key."""
         found = []
-        for word, low in enumerate(codes):
+        for word, low in enumerate(stored):
             both = [low, arith.shrui(low, _int(8))]
             for half in (LOW, HIGH):
                 right = [
@@ -276,24 +284,24 @@ class _Warp:
                 found.append((half, word, right))
         return found
 
-    def _is_missing(self, block: ir.Value, steps: list[ir.Value]) -> ir.Value:
+    def _is_missing(self, block: ir.Value, scale_exponents: list[ir.Value]) -> ir.Value:
         """Whether the thread's page has no key."""
         key = arith.muli(block, _int(_KEYS))
         key = arith.addi(key, arith.muli(self._place, _int(_OF_PAGE)))
         is_after = mlir.compare("sge", key, self._length)
-        return arith.ori(is_after, four_bits.is_empty(steps))
+        return arith.ori(is_after, four_bits.is_empty(scale_exponents))
 
-    def _write(self, block: ir.Value, peaks: list[ir.Value], missing: ir.Value) -> None:
+    def _write(self, block: ir.Value, max_logits: list[ir.Value], missing: ir.Value) -> None:
         """Writes the maxima of a thread's page for its eight queries."""
         count = ir.MemRefType(self._out.type).shape[1]
         line = arith.addi(arith.muli(block, _int(_PAGES)), self._place)
-        peaks = [arith.select(missing, _int(_NAN), x) for x in peaks]
+        max_logits = [arith.select(missing, _int(_NAN), x) for x in max_logits]
         # 64 bits, since there may be more than 2^31 maxima.
         long = ir.IntegerType.get_signless(64)
         line, column = (arith.extui(long, x) for x in (line, self._own))
         place = arith.addi(arith.muli(line, arith.constant(long, count)), column)
         pointer = mlir.address(self._out, place)
-        mlir.store(pointer, peaks)
+        mlir.store(pointer, max_logits)
 
 
 def _of_queries(first: ir.Value, second: ir.Value) -> ir.Value:
@@ -309,8 +317,8 @@ def _larger(left: ir.Value, right: ir.Value) -> ir.Value:
 
 def max_logits_kernel(
     query: Float[Array, "B K M C"],
-    code: UInt8[Array, "L B J K S C2"],
-    step: Int8[Array, "L B J K C"],
+    quantized: UInt8[Array, "L B J K S C2"],
+    scale_exponent: Int8[Array, "L B J K C"],
     *,
     layer: Int[Array, ""],
     lengths: Int[Array, "B"],
@@ -318,15 +326,16 @@ def max_logits_kernel(
     per_row: int,
     interpret: bool = False,
 ) -> Float[Array, "B K P M"]:
-    """Computes page max logits, `peaks` of the module.
+    """Computes page max logits, `max_logits` of the module.
 
     Pages after a query's own row have arbitrary numbers.
 
     Args:
       query: Queries rounded to eight bits and doubled, as float16, row after row (`round_queries`);
         their number is a multiple of `TILE`.
-      code: Quantized keys (`BlockCodes`) of all layers, in blocks of 64 keys and 32 or 64 channels.
-      step: Exponents of the scales, likewise.
+      quantized: Quantized keys (`QuantizedKeys`) of all layers, in blocks of 64 keys and 32 or 64
+        channels.
+      scale_exponent: Exponents of the scales, likewise.
       layer: The layer.
       lengths: Number of keys in each sequence.
       first_row: Block index of each sequence's first row.
@@ -337,10 +346,10 @@ def max_logits_kernel(
       The largest products in float16, for the `P` pages of all blocks.
     """
     batch, kv_heads, num_queries, _ = query.shape
-    blocks = code.shape[2]
+    blocks = quantized.shape[2]
     shape = (batch, kv_heads, blocks * _PAGES, num_queries)
     kernel = ops.kernel(
-        functools.partial(_find_peaks, per_row=per_row),
+        functools.partial(_find_max_logits, per_row=per_row),
         out_type=jax.ShapeDtypeStruct(shape, jnp.float16),
         grid=(-(-blocks // _PART), num_queries // TILE, kv_heads, batch),
         grid_names=("part", "tile", "kv_head", "batch"),
@@ -349,7 +358,7 @@ def max_logits_kernel(
         kernel_name="max_logits_kernel",
     )
     numbers = (x.astype(jnp.int32) for x in (lengths, first_row, layer[None]))
-    return kernel(query, code, step, *numbers)
+    return kernel(query, quantized, scale_exponent, *numbers)
 
 
 _int = mlir.constant

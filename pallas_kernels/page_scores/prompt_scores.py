@@ -1,10 +1,10 @@
 """Page scores of a prompt's query blocks, from page max logits, on GPUs from Ampere on.
 
-    l[p, m] = scale · (factor_m peaks[p, m] + q_m · centre_j)
+    l[p, m] = scale · (factor_m max_logits[p, m] + q_m · zero_point_j)
     S[i, p] = Σ_{m of row i} softmax(l[0 .. i, m])_p ^ exponent
 
-over the pages `p` of the blocks `j` up to the row's own, with the zero points `centre`. This is the
-second kernel of `hopper`, after `max_logits_kernel`.
+over the pages `p` of the blocks `j` up to the row's own, with the zero points `zero_point`. This is
+the second kernel of `hopper`, after `max_logits_kernel`.
 
 A warp has 32 queries, of one row or of up to four short rows, and waits for no other warp. It
 passes over the blocks twice, 16 at a time: forward for the denominators, then backward for the
@@ -44,10 +44,10 @@ _DEPTH = 16  # channels per product
 
 
 def _score(
-    peaks: Any,
+    max_logits: Any,
     factor: Any,
     query: Any,
-    centre: Any,
+    zero_point: Any,
     first_row: Any,
     out: Any,
     *,
@@ -56,8 +56,8 @@ def _score(
     """Runs one thread block: four warps of 32 queries."""
     program = sizes.programs - 1 - jax.lax.axis_index("program")  # late rows first
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
-    arrays = [x.at[batch, kv_head] for x in (peaks, factor, query)]
-    given: list[Any] = [*arrays, centre.at[batch], out.at[batch, kv_head]]
+    arrays = [x.at[batch, kv_head] for x in (max_logits, factor, query)]
+    given: list[Any] = [*arrays, zero_point.at[batch], out.at[batch, kv_head]]
     place, start = program * row_ops.WARPS, first_row[batch]
     if ops.is_interpreted():
         for warp in range(row_ops.WARPS):
@@ -72,16 +72,16 @@ def _score(
 def _interpreted(
     given: list[Any], place: Array, kv_head: Array, start: Array, *, sizes: ScoresTiling
 ) -> None:
-    peaks, factor, query, centre, out = given
+    max_logits, factor, query, zero_point, out = given
     own = pl.ds(place * PART, PART)
     first = jax.lax.div(place * PART, sizes.per_row)
     part = jax.lax.rem(place, sizes.parts)
     shared = jnp.dot(
-        centre[:, kv_head].astype(jnp.float32),
+        zero_point[:, kv_head].astype(jnp.float32),
         query[own].astype(jnp.float32).T,
         precision=jax.lax.Precision.HIGHEST,
     )
-    values = peaks[:, own].astype(jnp.float32) * factor[own][None]
+    values = max_logits[:, own].astype(jnp.float32) * factor[own][None]
     values = values + jnp.repeat(shared, SCORED_PAGES, axis=0)
     row = jnp.arange(PART, dtype=jnp.int32) // sizes.per_row
     block = jnp.arange(len(values), dtype=jnp.int32) // SCORED_PAGES
@@ -107,10 +107,10 @@ class _Warp:
     def __init__(
         self,
         sizes: ScoresTiling,
-        peaks: ir.Value,
+        max_logits: ir.Value,
         factor: ir.Value,
         query: ir.Value,
-        centre: ir.Value,
+        zero_point: ir.Value,
         out: ir.Value,
         place: ir.Value,
         kv_head: ir.Value,
@@ -120,17 +120,17 @@ class _Warp:
 
         Args:
           sizes: Static parameters.
-          peaks: Page max logits `[P, M]` of a key/value head.
+          max_logits: Page max logits `[P, M]` of a key/value head.
           factor: `[M]`.
           query: `[M, C]`.
-          centre: `[J, K, C]`.
+          zero_point: `[J, K, C]`.
           out: `[parts, I, P]`.
           place: Index of the first warp's group of 32 queries.
           kv_head: Index of the key/value head.
           start: Block index of the sequence's first row.
         """
-        self._sizes, self._peaks, self._factor = sizes, peaks, factor
-        self._query, self._centre, self._out = query, centre, out
+        self._sizes, self._max_logits, self._factor = sizes, max_logits, factor
+        self._query, self._zero_point, self._out = query, zero_point, out
         self._channels = ir.MemRefType(query.type).shape[1]
         self._kind = "bf16" if ir.MemRefType(query.type).element_type == _bf16() else "f16"
         lane = mlir.lane()
@@ -229,13 +229,13 @@ class _Warp:
         sizes, blocks = self._sizes, self._blocks(step)
         # Clamp missing blocks to the last one.
         there = [arith.minsi(x, _int(sizes.blocks - 1)) for x in blocks]
-        held = [self._load_peaks(block) for block in there]
-        centres = []
+        held = [self._load_max_logits(block) for block in there]
+        zero_points = []
         for block in there:
-            kv_heads = ir.MemRefType(self._centre.type).shape[1]
+            kv_heads = ir.MemRefType(self._zero_point.type).shape[1]
             place = arith.addi(arith.muli(block, _int(kv_heads)), self._kv_head)
             place = arith.addi(arith.muli(place, _int(self._channels)), self._channel)
-            centres.append(self._load_channels(mlir.address(self._centre, place)))
+            zero_points.append(self._load_channels(mlir.address(self._zero_point, place)))
         is_seen = [mlir.compare("sle", block, self._reach) for block in blocks]
         found = []
         for tile in range(_TILES):
@@ -243,7 +243,9 @@ class _Warp:
             for depth in range(self._channels // _DEPTH):
                 pair = slice(2 * depth, 2 * depth + 2)
                 left = [
-                    x for both in zip(*(one[pair] for one in centres), strict=True) for x in both
+                    x
+                    for both in zip(*(one[pair] for one in zero_points), strict=True)
+                    for x in both
                 ]
                 sums = mlir.multiply(self._kind, left, columns[tile][pair], sums)
             for column in range(2):
@@ -252,21 +254,21 @@ class _Warp:
                     shared = sums[2 * row + column]
                     shared = arith.select(is_seen[row], shared, _float(-math.inf))
                     for page in range(SCORED_PAGES):
-                        peak = _half(held[row][page][tile], column)
-                        value = _fused(peak, factors[2 * tile + column], shared)
+                        max_logit = _half(held[row][page][tile], column)
+                        value = _fused(max_logit, factors[2 * tile + column], shared)
                         values.append(self._counted(value))
                 found.append(values)
         return found
 
-    def _load_peaks(self, block: ir.Value) -> list[list[ir.Value]]:
+    def _load_max_logits(self, block: ir.Value) -> list[list[ir.Value]]:
         """Loads the maxima of the thread's queries for each page of a block, four words."""
-        count = ir.MemRefType(self._peaks.type).shape[1]
+        count = ir.MemRefType(self._max_logits.type).shape[1]
         # 64 bits, since there may be more than 2^31 maxima.
         long = ir.IntegerType.get_signless(64)
         line = arith.extui(long, arith.muli(block, _int(SCORED_PAGES)))
         place = arith.muli(line, arith.constant(long, count))
         place = arith.addi(place, arith.extui(long, self._own))
-        pointer = mlir.address(self._peaks, place)
+        pointer = mlir.address(self._max_logits, place)
         return [_load(pointer, 4, offset=2 * count * page) for page in range(SCORED_PAGES)]
 
     def _counted(self, value: ir.Value) -> ir.Value:
@@ -380,10 +382,10 @@ def _bf16() -> ir.Type:
 
 
 def page_scores_kernel(
-    peaks: Float[Array, "B K P M"],
+    max_logits: Float[Array, "B K P M"],
     factor: Float[Array, "B K M"],
     query: Float[Array, "B K M C"],
-    centre: Float[Array, "B J K C"],
+    zero_point: Float[Array, "B J K C"],
     *,
     first_row: Int[Array, "B"],
     per_row: int,
@@ -400,7 +402,7 @@ def page_scores_kernel(
     sizes = ScoresTiling(
         programs=num_queries // (row_ops.WARPS * PART),
         per_row=per_row,
-        blocks=centre.shape[1],
+        blocks=zero_point.shape[1],
         factor=scale * math.log2(math.e),
         exponent=exponent,
     )
@@ -414,7 +416,7 @@ def page_scores_kernel(
         interpret=interpret,
         kernel_name="page_scores_kernel",
     )
-    return kernel(peaks, factor, query, centre, first_row.astype(jnp.int32))
+    return kernel(max_logits, factor, query, zero_point, first_row.astype(jnp.int32))
 
 
 _int = mlir.constant

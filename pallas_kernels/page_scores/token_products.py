@@ -1,9 +1,10 @@
 """Page max logits of one token's queries with 4-bit keys, computed by single warps.
 
-    peaks[p, j, n] = max_{s in page p of block j} q'_n · step_j code_s
-    shared[j, n]   = q_n · centre_j
+    max_logits[p, j, n] = max_{s in page p of block j} q'_n · scale_j quantized_s
+    shared[j, n]   = q_n · zero_point_j
 
-A page has 16 keys, a quarter of a block. `centre` is a block's zero point, `step` its scale.
+A page has 16 keys, a quarter of a block. `zero_point` is a block's zero point, `scale_exponent` its
+scale.
 
 A warp has whole blocks of one key/value head and shares nothing with other warps. It copies a
 block's quantized keys and scales to shared memory (`cp.async`), `_STAGES - 1` blocks ahead. A
@@ -36,7 +37,7 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
-from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_STEP
+from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_SCALE
 from sketchwalk_jax.scaled import power_of_two
 
 KEYS = 64  # per block
@@ -70,7 +71,7 @@ _AMPERE = (
 )
 
 
-def room_of_codes(row_bytes: int) -> Any:
+def room_of_keys(row_bytes: int) -> Any:
     """Returns the shared memory of `block_products`, for quantized keys and scales of some blocks.
 
     Args:
@@ -86,10 +87,10 @@ def _block_bytes(row_bytes: int) -> int:
 
 def block_products(
     query: Any,
-    code: Any,
-    centre: Any,
-    step: Any,
-    peaks: Any,
+    quantized: Any,
+    zero_point: Any,
+    scale_exponent: Any,
+    max_logits: Any,
     shared: Any,
     room: Any,
     *,
@@ -106,12 +107,12 @@ def block_products(
 
     Args:
       query: Queries of one sequence `[N, H]`, bfloat16.
-      code: Quantized keys as in `BlockCodes`, of one sequence `[J, K, S, C/2]`.
-      centre: Zero points, likewise, `[J, K, C]`.
-      step: Exponents of the scales, likewise, `[J, K, C]`.
-      peaks: Target of the module's `peaks`, `[4, 64, 8]` in shared memory, by page.
+      quantized: Quantized keys as in `QuantizedKeys`, of one sequence `[J, K, S, C/2]`.
+      zero_point: Zero points, likewise, `[J, K, C]`.
+      scale_exponent: Exponents of the scales, likewise, `[J, K, C]`.
+      max_logits: Target of the module's `max_logits`, `[4, 64, 8]` in shared memory, by page.
       shared: Target of the module's `shared`, `[64, 8]`.
-      room: Shared memory, `room_of_codes`.
+      room: Shared memory, `room_of_keys`.
       kv_head: Index of the key/value head.
       group: Query heads per key/value head.
       first: First key block of the thread block.
@@ -121,10 +122,20 @@ def block_products(
     """
     if ops.is_interpreted():
         _products_interpreted(
-            query, code, centre, step, peaks, shared, kv_head, group, first, count, length
+            query,
+            quantized,
+            zero_point,
+            scale_exponent,
+            max_logits,
+            shared,
+            kv_head,
+            group,
+            first,
+            count,
+            length,
         )
         return
-    refs = (query, code, centre, step, peaks, shared, room)
+    refs = (query, quantized, zero_point, scale_exponent, max_logits, shared, room)
 
     @mlir.emit(*refs, numbers=(kv_head, first, there, length))
     def _(*values: Any) -> None:
@@ -133,10 +144,10 @@ def block_products(
 
 def _products_interpreted(
     query: Any,
-    code: Any,
-    centre: Any,
-    step: Any,
-    peaks: Any,
+    quantized: Any,
+    zero_point: Any,
+    scale_exponent: Any,
+    max_logits: Any,
     shared: Any,
     kv_head: Array,
     group: int,
@@ -144,9 +155,11 @@ def _products_interpreted(
     count: int,
     length: Array,
 ) -> None:
-    num_blocks = code.shape[0]
+    num_blocks = quantized.shape[0]
     block = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), num_blocks - 1)
-    code, centre, step = (jnp.take(x[:, kv_head], block, axis=0) for x in (code, centre, step))
+    quantized, zero_point, scale_exponent = (
+        jnp.take(x[:, kv_head], block, axis=0) for x in (quantized, zero_point, scale_exponent)
+    )
     quarter = query.shape[1] // 4
     heads = jax.lax.dynamic_slice_in_dim(query[...], kv_head * group, group)
     heads = jnp.concatenate([heads[:, quarter : 2 * quarter], heads[:, 3 * quarter :]], axis=-1)
@@ -157,17 +170,17 @@ def _products_interpreted(
     shift = jnp.clip(shift, -_LARGEST_SHIFT, _LARGEST_SHIFT)
     up, down = power_of_two(shift), power_of_two(-shift)
     rounded = (heads * down).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    signed = jax.lax.bitcast_convert_type(code, jnp.int8).astype(jnp.int32)
-    codes = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
-    beside = codes * power_of_two(step.astype(jnp.int32))[:, None]
+    signed = jax.lax.bitcast_convert_type(quantized, jnp.int8).astype(jnp.int32)
+    stored = jnp.concatenate([(signed << 28) >> 28, signed >> 4], axis=-1).astype(jnp.float32)
+    beside = stored * power_of_two(scale_exponent.astype(jnp.int32))[:, None]
     products = jnp.einsum("jsc,nc->jsn", beside, rounded, precision=jax.lax.Precision.HIGHEST)
     place = block[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
-    is_key = (place < length) & (step[:, :1] != NO_STEP)
+    is_key = (place < length) & (scale_exponent[:, :1] != NO_SCALE)
     products = jnp.where(is_key[..., None], products, -jnp.inf)
     found = jnp.max(products.reshape(count, SCORED_PAGES, -1, QUERIES), axis=2) * up.T[None]
-    peaks[:, :count, :] = found.transpose(1, 0, 2)
+    max_logits[:, :count, :] = found.transpose(1, 0, 2)
     shared[:count, :] = jnp.dot(
-        centre.astype(jnp.float32), heads.T, precision=jax.lax.Precision.HIGHEST
+        zero_point.astype(jnp.float32), heads.T, precision=jax.lax.Precision.HIGHEST
     )
 
 
@@ -182,10 +195,10 @@ class _Warp:
         group: int,
         count: int,
         query: ir.Value,
-        code: ir.Value,
-        centre: ir.Value,
-        step: ir.Value,
-        peaks: ir.Value,
+        quantized: ir.Value,
+        zero_point: ir.Value,
+        scale_exponent: ir.Value,
+        max_logits: ir.Value,
         shared: ir.Value,
         room: ir.Value,
         kv_head: ir.Value,
@@ -194,11 +207,16 @@ class _Warp:
         length: ir.Value,
     ) -> None:
         """Computes the thread's addresses."""
-        self._query, self._code, self._centre, self._step = query, code, centre, step
-        self._peaks, self._shared = peaks, shared
+        self._query, self._quantized, self._zero_point, self._scale_exponent = (
+            query,
+            quantized,
+            zero_point,
+            scale_exponent,
+        )
+        self._max_logits, self._shared = max_logits, shared
         self._group, self._count = group, count
         self._kv_head, self._first, self._length = kv_head, first, length
-        _, self._kv_heads, _, self._row_bytes = ir.MemRefType(code.type).shape
+        _, self._kv_heads, _, self._row_bytes = ir.MemRefType(quantized.type).shape
         self._words = self._row_bytes // (4 * _WORD)  # quantized words per key and thread
         self._lane, self._warp = mlir.lane(), mlir.warp()
         self._row = arith.shrui(self._lane, _int(2))
@@ -224,9 +242,9 @@ class _Warp:
         for start in (width // 4, 3 * width // 4):
             pointer = mlir.address(self._query, arith.addi(place, _int(start)))
             queries.append(mlir.load(pointer, 2 * self._words, is_head))
-        centres = [self._load_centres(8 * part) for part in range(-(-blocks // 8))]
+        zero_points = [self._load_zero_points(8 * part) for part in range(-(-blocks // 8))]
         pairs = [four_bits.in_pairs(x) for x in queries]
-        self._write_shared(pairs, centres)
+        self._write_shared(pairs, zero_points)
         rounded, scale = self._round(pairs)
         # A thread's two columns of a product are queries whose scales other threads have.
         first_column = arith.shli(self._place, _int(3))
@@ -242,7 +260,7 @@ class _Warp:
             self._await_copy()
             # This overwrites the previous block, which all lanes have read.
             self._start_copy(arith.addi(index, _int(_STAGES - 1)))
-            self._write_peaks(self._read(index), self._local(index), rounded, scales)
+            self._write_max_logits(self._read(index), self._local(index), rounded, scales)
             scf.yield_([])
 
     # Memory
@@ -264,12 +282,14 @@ class _Warp:
             target = arith.addi(self._stage(index), offset)
             size, at_once = KEYS * self._row_bytes, mlir.LANES * _CHUNK
             place = arith.muli(self._row_of_block(block), _int(size))
-            source = mlir.address(self._code, arith.addi(place, offset))
+            source = mlir.address(self._quantized, arith.addi(place, offset))
             for start in range(0, size, at_once):
                 _copy(target, source, start, start)
             has_steps = mlir.compare("ult", offset, 2 * self._row_bytes)
             with mgpu.when(has_steps):
-                source = mlir.address(self._step, arith.addi(self._place_of_block(block), offset))
+                source = mlir.address(
+                    self._scale_exponent, arith.addi(self._place_of_block(block), offset)
+                )
                 _copy(target, source, size, 0)
         mlir.effect("cp.async.commit_group;")
 
@@ -299,13 +319,13 @@ class _Warp:
         """Returns the offset of a block's first channel in zero points and scales."""
         return arith.muli(self._row_of_block(block), _int(2 * self._row_bytes))
 
-    def _load_centres(self, start: int) -> tuple[ir.Value, list[list[ir.Value]]]:
+    def _load_zero_points(self, start: int) -> tuple[ir.Value, list[list[ir.Value]]]:
         """Loads the zero point of the warp's block `start` plus the thread's row; and its index."""
         index = arith.addi(self._row, _int(start))
         local = self._local(index)
         is_there = mlir.flag(mlir.compare("ult", index, self._own))
         place = self._place_of_block(arith.addi(self._first, local))
-        pointer = mlir.address(self._centre, arith.addi(place, self._channel))
+        pointer = mlir.address(self._zero_point, arith.addi(place, self._channel))
         halves = [
             mlir.load(pointer, 2 * self._words, is_there, offset=2 * half * self._row_bytes)
             for half in (LOW, HIGH)
@@ -317,17 +337,17 @@ class _Warp:
     def _round(self, pairs: list[list[ir.Value]]) -> tuple[list[list[ir.Value]], ir.Value]:
         """Rounds queries to eight bits in float16, doubled; also returns their power of two."""
         larger, in_eight_bits = _HOPPER if mgpu.utils.get_arch().major >= 9 else _AMPERE
-        peak = _int(0)
+        largest = _int(0)
         for pair in (x for half in pairs for x in half):
             code = f"{{ .reg .b32 x, y; and.b32 x, $2, 0x7fff7fff; {larger} }}"
-            peak = mlir.run(code, peak, pair)
+            largest = mlir.run(code, largest, pair)
         for distance in (1, 2):
             code = f"{{ .reg .b32 x, y; mov.b32 x, $2; {larger} }}"
-            peak = mlir.run(code, peak, mgpu.utils.shfl_bfly(peak, distance))
-        peak = arith.maxui(arith.shrui(peak, _int(16)), arith.andi(peak, _int(0xFFFF)))
+            largest = mlir.run(code, largest, mgpu.utils.shfl_bfly(largest, distance))
+        largest = arith.maxui(arith.shrui(largest, _int(16)), arith.andi(largest, _int(0xFFFF)))
         # 448 is 1.75 · 2^8.
-        is_above = mlir.compare("sgt", arith.andi(peak, _int(0x7F)), 0x60)
-        shift = arith.addi(arith.shrui(peak, _int(7)), _int(-135))
+        is_above = mlir.compare("sgt", arith.andi(largest, _int(0x7F)), 0x60)
+        shift = arith.addi(arith.shrui(largest, _int(7)), _int(-135))
         shift = arith.addi(shift, mlir.flag(is_above))
         shift = arith.minsi(arith.maxsi(shift, _int(-_LARGEST_SHIFT)), _int(_LARGEST_SHIFT))
         up, down = (
@@ -345,22 +365,22 @@ class _Warp:
     def _write_shared(
         self,
         pairs: list[list[ir.Value]],
-        centres: list[tuple[ir.Value, list[list[ir.Value]]]],
+        zero_points: list[tuple[ir.Value, list[list[ir.Value]]]],
     ) -> None:
         """Writes the products with the zero points, up to 16 blocks per product."""
         zero = arith.constant(ir.F32Type.get(), 0.0)
         none = [[_int(0)] * len(half) for half in pairs]
-        both = [found for _, found in centres] + [none] * (2 - len(centres))
+        both = [found for _, found in zero_points] + [none] * (2 - len(zero_points))
         total = [zero] * 4
         for half in (LOW, HIGH):
             for word in range(self._words):
                 left = [rows[half][2 * word + k] for k in range(2) for rows in both]
                 right = pairs[half][2 * word : 2 * word + 2]
                 total = mlir.multiply("bf16", left, right, total)
-        for part, (local, _) in enumerate(centres):
+        for part, (local, _) in enumerate(zero_points):
             self._store_shared(local, total[2 * part : 2 * part + 2])
 
-    def _write_peaks(
+    def _write_max_logits(
         self,
         held: list[ir.Value],
         local: ir.Value,
@@ -369,14 +389,14 @@ class _Warp:
     ) -> None:
         """Writes the largest products with the keys of each page of one block."""
         words = self._words
-        codes, steps = held[: _GROUPS * words], held[_GROUPS * words :]
+        stored, scale_exponents = held[: _GROUPS * words], held[_GROUPS * words :]
         factors = [
-            four_bits.factors(steps[half * words : (half + 1) * words], half)
+            four_bits.factors(scale_exponents[half * words : (half + 1) * words], half)
             for half in (LOW, HIGH)
         ]
         block = arith.addi(self._first, local)
         left = arith.subi(self._length, arith.muli(block, _int(KEYS)))
-        left = arith.select(four_bits.is_empty(steps), _int(0), left)
+        left = arith.select(four_bits.is_empty(scale_exponents), _int(0), left)
         f32 = ir.F32Type.get()
         least, zero = arith.constant(f32, -float("inf")), arith.constant(f32, 0.0)
         found: list[list[ir.Value]] = []  # per tile, the maxima of a thread's two rows
@@ -387,7 +407,7 @@ class _Warp:
                 is_key = mlir.compare("slt", row, left)
                 total += [arith.select(is_key, zero, least)] * 2  # masks missing keys
             for word in range(words):
-                rows = [codes[group * words + word] for group in (2 * tile, 2 * tile + 1)]
+                rows = [stored[group * words + word] for group in (2 * tile, 2 * tile + 1)]
                 rows += [arith.shrui(x, _int(8)) for x in rows]
                 for half in (LOW, HIGH):
                     numbers = [
@@ -397,10 +417,10 @@ class _Warp:
                     right = rounded[half][2 * word : 2 * word + 2]
                     total = mlir.multiply("f16", numbers, right, total)
             found.append([_larger(*total[column::2]) for column in range(2)])
-        self._store_peaks(found, local, scales)
+        self._store_max_logits(found, local, scales)
 
-    def _store_peaks(
-        self, peaks: list[list[ir.Value]], local: ir.Value, scales: list[ir.Value]
+    def _store_max_logits(
+        self, max_logits: list[list[ir.Value]], local: ir.Value, scales: list[ir.Value]
     ) -> None:
         """Reduces over rows and writes two columns of four pages, one number per thread of a row.
 
@@ -408,13 +428,13 @@ class _Warp:
         page for its other bits.
         """
         bits = [mlir.compare("ne", arith.andi(self._row, _int(1 << bit)), 0) for bit in range(3)]
-        values = [_larger_of_rows(columns, bits[0], 4) for columns in peaks]
+        values = [_larger_of_rows(columns, bits[0], 4) for columns in max_logits]
         values = [_larger_of_rows(values[two : two + 2], bits[1], 8) for two in (0, 2)]
         value = _larger_of_rows(values, bits[2], 16)
         value = arith.mulf(value, arith.select(bits[0], scales[1], scales[0]))
         page = arith.shrui(self._row, _int(1))
         column = arith.addi(arith.shli(self._place, _int(1)), arith.andi(self._row, _int(1)))
-        memref.store(value, self._peaks, [mlir.index(x) for x in (page, local, column)])
+        memref.store(value, self._max_logits, [mlir.index(x) for x in (page, local, column)])
 
     def _store_shared(self, local: ir.Value, values: list[ir.Value]) -> None:
         """Writes the thread's two columns."""

@@ -1,11 +1,11 @@
 """Page scores of one token per head, from 4-bit keys, on GPUs from Ampere on.
 
-    l[n, p] = scale · (q_n · centre_j + max_{s in page p} q'_n · step_j code_s)
+    l[n, p] = scale · (q_n · zero_point_j + max_{s in page p} q'_n · scale_j quantized_s)
 
 for the query heads `n` of one key/value head and the four pages `p` of 16 keys of each block `j`
-(`policies.block_codes`). A thread block has some key blocks of one key/value head, few enough that
-thread blocks fill the GPU, and four warps that share them; `token_products` multiplies. The norm
-over heads needs powers of shares,
+(`policies.quantized_keys`). A thread block has some key blocks of one key/value head, few enough
+that thread blocks fill the GPU, and four warps that share them; `token_products` multiplies. The
+norm over heads needs powers of shares,
 
     share[n, p] = exp(l[n, p]) / Σ_i exp(l[n, i])
 
@@ -39,7 +39,7 @@ from sketchwalk_jax.pallas_kernels.page_scores.token_products import (
     MOST_BLOCKS,
     QUERIES,
     block_products,
-    room_of_codes,
+    room_of_keys,
 )
 from sketchwalk_jax.precision import LARGEST_LOGIT, MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
@@ -97,9 +97,9 @@ def blocks_of_part(batch: int, kv_heads: int, num_blocks: int) -> int:
 
 def _score(
     query: Any,
-    code: Any,
-    centre: Any,
-    step: Any,
+    quantized: Any,
+    zero_point: Any,
+    scale_exponent: Any,
     lengths: Any,
     layer: Any,
     powers_ref: Any,
@@ -107,7 +107,7 @@ def _score(
     total_ref: Any,
     *,
     sizes: _Sizes,
-    peaks: Any,
+    max_logits: Any,
     shared: Any,
     room: Any,
 ) -> None:
@@ -122,10 +122,10 @@ def _score(
     def _() -> None:
         block_products(
             query.at[batch],
-            code.at[index, batch],
-            centre.at[index, batch],
-            step.at[index, batch],
-            peaks,
+            quantized.at[index, batch],
+            zero_point.at[index, batch],
+            scale_exponent.at[index, batch],
+            max_logits,
             shared,
             room,
             kv_head=kv_head,
@@ -136,7 +136,7 @@ def _score(
             length=length,
         )
         row_ops.barrier()
-        own = [ops.read(peaks.at[page]) for page in range(SCORED_PAGES)]
+        own = [ops.read(max_logits.at[page]) for page in range(SCORED_PAGES)]
         beside = ops.read(shared)
         # In base 2.
         logits = [(x + beside) * (sizes.scale * math.log2(math.e)) for x in own]
@@ -194,9 +194,9 @@ def _write(
 
 def token_scores_kernel(
     query: Float[Array, "B N H"],
-    code: UInt8[Array, "L B J K S C2"],
-    centre: Float[Array, "L B J K C"],
-    step: Int8[Array, "L B J K C"],
+    quantized: UInt8[Array, "L B J K S C2"],
+    zero_point: Float[Array, "L B J K C"],
+    scale_exponent: Int8[Array, "L B J K C"],
     *,
     layer: Int[Array, ""],
     lengths: Int[Array, "B"],
@@ -210,10 +210,10 @@ def token_scores_kernel(
 
     Args:
       query: Queries in bfloat16, at most eight heads per key/value head, in all channels.
-      code: Quantized keys (`BlockCodes`) of all layers: blocks of 64 keys, slow half of the
+      quantized: Quantized keys (`QuantizedKeys`) of all layers: blocks of 64 keys, slow half of the
         channels.
-      centre: Zero points, likewise.
-      step: Exponents of the scales, likewise.
+      zero_point: Zero points, likewise.
+      scale_exponent: Exponents of the scales, likewise.
       layer: The layer.
       lengths: Number of keys in each sequence.
       scale: Factor of the products.
@@ -224,7 +224,7 @@ def token_scores_kernel(
       interpret: Whether the interpreter runs the kernel.
     """
     batch, num_heads, _ = query.shape
-    num_blocks, kv_heads = code.shape[2:4]
+    num_blocks, kv_heads = quantized.shape[2:4]
     count = blocks_of_part(batch, all_kv_heads or kv_heads, num_blocks)
     parts = -(-num_blocks // count)
     sizes = _Sizes(group=num_heads // kv_heads, count=count, scale=scale, exponent=exponent)
@@ -234,15 +234,15 @@ def token_scores_kernel(
         functools.partial(_score, sizes=sizes),
         out_type=[numbers, sums, sums],
         scratch_types={
-            "peaks": plgpu.SMEM((SCORED_PAGES, *_SHAPE), jnp.float32),
+            "max_logits": plgpu.SMEM((SCORED_PAGES, *_SHAPE), jnp.float32),
             "shared": plgpu.SMEM(_SHAPE, jnp.float32),
-            "room": room_of_codes(code.shape[5]),
+            "room": room_of_keys(quantized.shape[5]),
         },
         grid=(batch, parts, kv_heads),
         grid_names=("batch", "part", "kv_head"),
         compiler_params=ops.compiler_params(),
         interpret=interpret,
         kernel_name="token_scores",
-    )(query, code, centre, step, lengths, layer.astype(jnp.int32)[None])
+    )(query, quantized, zero_point, scale_exponent, lengths, layer.astype(jnp.int32)[None])
     powers, top, total = found
     return TokenParts(powers, top, total, count * SCORED_PAGES)

@@ -55,9 +55,9 @@ def select_blocks(
 
 def select_token_by_page_scores(
     query: Float[Array, "B 1 N H"],
-    code: UInt8[Array, "L B J K S C2"],
-    centre: Float[Array, "L B J K C"],
-    step: Int8[Array, "L B J K C"],
+    quantized: UInt8[Array, "L B J K S C2"],
+    zero_point: Float[Array, "L B J K C"],
+    scale_exponent: Int8[Array, "L B J K C"],
     walk: WalkState,
     *,
     layer: Int[Array, ""],
@@ -74,12 +74,12 @@ def select_token_by_page_scores(
 ) -> tuple[BlockSelection, WalkState] | None:
     """Computes page scores and page indices of one token per sequence, for the recommended policy.
 
-    Quantized keys are the arrays of `BlockCodes` for all layers, and may be of one rank's heads
+    Quantized keys are the arrays of `QuantizedKeys` for all layers, and may be of one rank's heads
     (`ranks`, a `Heads`), like the queries. Budgets and sink and local blocks count pages.
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads
-    num_blocks, kv_heads, block_size = code.shape[2:5]
+    num_blocks, kv_heads, block_size = quantized.shape[2:5]
     num_columns = num_blocks * pages
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
     is_right = is_right and pages == SCORED_PAGES
@@ -89,11 +89,11 @@ def select_token_by_page_scores(
         return None
     from sketchwalk_jax.pallas_kernels.top_k.token_lists import select_token_by_page_scores_kernel
 
-    selection, evidence = select_token_by_page_scores_kernel(
+    selection, page_scores = select_token_by_page_scores_kernel(
         query[:, 0],
-        code,
-        centre,
-        step,
+        quantized,
+        zero_point,
+        scale_exponent,
         walk.scores[:, 0],
         walk.layers,
         lengths,
@@ -107,4 +107,4 @@ def select_token_by_page_scores(
         ranks=ranks,
         interpret=kernel_config.interpret,
     )
-    return selection, WalkState(evidence[:, None], walk.layers + 1)
+    return selection, WalkState(page_scores[:, None], walk.layers + 1)

@@ -37,11 +37,11 @@ from sketchwalk_jax.pallas_kernels.config import (
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.page_scores.long_token_scores import (
     chunks_of_parts,
-    evidence_of,
+    combine_page_scores,
     factor_of,
     of_rows,
     read_parts,
-    token_evidence_kernel,
+    token_page_scores_kernel,
     weigh_parts,
 )
 from sketchwalk_jax.pallas_kernels.page_scores.token_scores import (
@@ -94,7 +94,7 @@ def _list_blocks(
 
     Unless `is_spread`, the first of `refs` are the arrays of `TokenParts`.
     """
-    *parts, evidence_ref, length_ref, layers_ref, budget_ref, ids_ref, count_ref = refs
+    *parts, page_scores_ref, length_ref, layers_ref, budget_ref, ids_ref, count_ref = refs
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
@@ -105,10 +105,10 @@ def _list_blocks(
     # Without a token, do as plain JAX, where negative indices count from the end.
     place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
     count = budget_ref[layer, place]
-    evidence_row = evidence_ref.at[sequence]
-    previous = functools.partial(row_ops.read_row, columns, evidence_row, layout=layout)
+    page_scores_row = page_scores_ref.at[sequence]
+    previous = functools.partial(row_ops.read_row, columns, page_scores_row, layout=layout)
     if sizes.is_spread:
-        evidence = previous()
+        page_scores = previous()
     else:
         powers, top, total = (ref.at[sequence] for ref in parts)
         tiles: dict[str, Any] = dict(height=own, columns=TILE)
@@ -118,15 +118,15 @@ def _list_blocks(
         row_ops.program_barrier()
         sums = row_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
         sums = jnp.where(columns < there, sums, 0.0)
-        evidence = evidence_of(sums, before, exponent=sizes.exponent, decay=sizes.decay)
-        row_ops.write_row(evidence, columns, evidence_row, layout=layout)
+        page_scores = combine_page_scores(sums, before, exponent=sizes.exponent, decay=sizes.decay)
+        row_ops.write_row(page_scores, columns, page_scores_row, layout=layout)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
         count_ref[sequence] = count
 
     select_row(
-        evidence,
+        page_scores,
         columns,
         row,
         count,
@@ -154,9 +154,9 @@ def _write_factors(
 
 def select_token_by_page_scores_kernel(
     query: Float[Array, "B N H"],
-    code: UInt8[Array, "L B J K S C2"],
-    centre: Float[Array, "L B J K C"],
-    step: Int8[Array, "L B J K C"],
+    quantized: UInt8[Array, "L B J K S C2"],
+    zero_point: Float[Array, "L B J K C"],
+    scale_exponent: Int8[Array, "L B J K C"],
     state: Float[Array, "B P"],
     layers: Int[Array, ""],
     lengths: Int[Array, "B"],
@@ -177,10 +177,10 @@ def select_token_by_page_scores_kernel(
 
     Args:
       query: Queries in bfloat16, at most eight heads per key/value head.
-      code: Quantized keys (`BlockCodes`) of all layers: blocks of 64 keys, slow half of the
+      quantized: Quantized keys (`QuantizedKeys`) of all layers: blocks of 64 keys, slow half of the
         channels.
-      centre: Zero points, likewise.
-      step: Exponents of the scales, likewise.
+      zero_point: Zero points, likewise.
+      scale_exponent: Exponents of the scales, likewise.
       state: Page scores of the previous layer, updated in place under `jit`.
       layers: Number of layers walked so far.
       lengths: Number of keys in each sequence, including the token's own.
@@ -201,7 +201,7 @@ def select_token_by_page_scores_kernel(
     Raises:
       ValueError: If there are more than 16,384 pages, 64 heads or 2^19 pages times heads.
     """
-    batch, num_columns = step.shape[1], step.shape[2] * SCORED_PAGES
+    batch, num_columns = scale_exponent.shape[1], scale_exponent.shape[2] * SCORED_PAGES
     num_heads = query.shape[1] if ranks is None else ranks.num_heads
     is_long = num_columns > MAX_BLOCKS or num_heads * num_columns > MAX_TOKEN_SCORES
     if is_long or num_heads > MAX_TOKEN_HEADS:
@@ -216,9 +216,9 @@ def select_token_by_page_scores_kernel(
     room = (heads if ranks is None else query.shape[1], height * TILE)
     parts = token_scores_kernel(
         query,
-        code,
-        centre,
-        step,
+        quantized,
+        zero_point,
+        scale_exponent,
         layer=layer,
         lengths=lengths,
         scale=scale,
@@ -242,10 +242,10 @@ def select_token_by_page_scores_kernel(
         is_spread=of_column * num_columns > _MOST_BYTES,
     )
     scratch: dict[str, Any] = {"scratch": row_ops.scratch_of_counts(warpgroups)}
-    given, evidence = list(parts[:-1]), jax.new_ref(state)
+    given, page_scores = list(parts[:-1]), jax.new_ref(state)
     if sizes.is_spread:
-        of_evidence: dict[str, Any] = dict(exponent=exponent, decay=decay)
-        token_evidence_kernel(parts, evidence, lengths, **of_evidence, interpret=interpret)
+        of_page_scores: dict[str, Any] = dict(exponent=exponent, decay=decay)
+        token_page_scores_kernel(parts, page_scores, lengths, **of_page_scores, interpret=interpret)
         given = []
     else:
         scratch = {"factors": plgpu.SMEM(parts.top.shape[1:], jnp.float32)} | scratch
@@ -271,8 +271,8 @@ def select_token_by_page_scores_kernel(
         interpret=interpret,
         detect_races=False,
         kernel_name="token_lists",
-    )(*given, evidence, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
+    )(*given, page_scores, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
     selection = BlockSelection(
         ids[:, None, None], kept[:, None, None], PAGE, has_diagonal=local_blocks > 0
     )
-    return selection, jax.freeze(evidence)
+    return selection, jax.freeze(page_scores)

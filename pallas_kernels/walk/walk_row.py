@@ -311,7 +311,7 @@ class _Scores(NamedTuple):
 # Split operands and their products
 
 
-def _peaks_of(x: Float[Array, "R C"]) -> Float[Array, "R"]:
+def _largest_of_rows(x: Float[Array, "R C"]) -> Float[Array, "R"]:
     """Returns every row's largest magnitude."""
     return jnp.max(jnp.abs(x), axis=1)
 
@@ -435,7 +435,7 @@ class _Tiles:
         """Splits the keys into parts, for the whole thread block."""
         self.await_copy(self.key_slot)
         keys = self._load_keys()
-        shift = _shifts_by(_peaks_of(keys), self.tiling.top)
+        shift = _shifts_by(_largest_of_rows(keys), self.tiling.top)
         self.memory.key_shifts[self.key_slot] = shift
         _write_parts(keys, shift, self.memory.operands[1].at[self.key_slot])
         plgpu.commit_smem()
@@ -544,7 +544,7 @@ class _Tiles:
         # Load before the accumulator takes registers.
         self._fetch(query_tile, 0, is_first=True, is_started=is_only)
         query = self._load_queries(query_tile, 0)
-        shift = _shifts_by(_peaks_of(query), self.tiling.top)
+        shift = _shifts_by(_largest_of_rows(query), self.tiling.top)
         _write_parts(query, shift, queries)
         plgpu.commit_smem()
         if is_only:
@@ -567,7 +567,7 @@ class _Tiles:
             is_first = part == 0
             self._fetch(query_tile, part, is_first=is_first, is_started=is_first and is_only)
             both = self._load_keys(), self._load_queries(query_tile, part)
-            peaks.append([_peaks_of(x) for x in both])
+            peaks.append([_largest_of_rows(x) for x in both])
         key_shift, shift = (
             _shifts_by(functools.reduce(jnp.maximum, x), self.tiling.top)
             for x in zip(*peaks, strict=True)
@@ -601,7 +601,9 @@ class _Tiles:
             self._fetch(query_tile, part, is_first=is_first, is_started=is_first and is_only)
             chunks.append((self._load_keys(), self._load_queries(query_tile, part)))
         keys, queries = (jnp.concatenate(x, axis=1) for x in zip(*chunks, strict=True))
-        key_shift, shift = (_shifts_by(_peaks_of(x), self.tiling.top) for x in (keys, queries))
+        key_shift, shift = (
+            _shifts_by(_largest_of_rows(x), self.tiling.top) for x in (keys, queries)
+        )
         scores = _multiply_interpreted(keys, queries, key_shift, shift)
         return _Scores(scores, key_shift, self._write_weights(query_tile, state, shift))
 
@@ -643,7 +645,7 @@ class _Tiles:
         shift = key_shift
         if not tiling.is_low:
             top = _POWER_EXPONENT // tiling.power - 1
-            own_shift = _shifts_by(_peaks_of(scores), top)
+            own_shift = _shifts_by(_largest_of_rows(scores), top)
             scores = scores * ops.spread(power_of_two(own_shift), _SHAPE, 0)
             shift = shift + own_shift
         powers = integer_power(scores, tiling.power)

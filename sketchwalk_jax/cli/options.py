@@ -33,7 +33,7 @@ from sketchwalk_jax.policies import (
     PRESETS,
     Policy,
     by_name,
-    has_knob,
+    has_threshold,
     takes_density,
     with_plan,
 )
@@ -284,7 +284,7 @@ def make_policy(
             )
     if density is not None and takes_density(made):
         chosen = {"density": density} | chosen
-    elif density is not None and not has_knob(made):
+    elif density is not None and not has_threshold(made):
         name = f"--policy {policy}" if preset is None else f"--preset {preset}"
         reason = "" if preset is None else ", which sets its own"
         warnings.warn(f"--density has no effect with {name}{reason}", stacklevel=2)

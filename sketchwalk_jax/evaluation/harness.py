@@ -29,7 +29,7 @@ from sketchwalk_jax.inference.generation import make_generate
 from sketchwalk_jax.inference.padding import bucket_length, pad_right, pad_to_bucket
 from sketchwalk_jax.inference.sampling import Sampling
 from sketchwalk_jax.models.weights import load
-from sketchwalk_jax.policies import by_name, changed_fields, has_knob, with_plan
+from sketchwalk_jax.policies import by_name, changed_fields, has_threshold, with_plan
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.text.haystack import read_text
@@ -129,7 +129,7 @@ class SketchWalkLM(TemplateLM):
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         check_choice("truncation", truncation, TRUNCATIONS)
         fields = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
-        own = None if has_knob(by_name(policy, preset=preset)) else density
+        own = None if has_threshold(by_name(policy, preset=preset)) else density
         self.policy = by_name(policy, preset=preset, density=own, **fields)
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"  # CPUs are slow in 16 bits

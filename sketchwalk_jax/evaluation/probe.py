@@ -31,7 +31,7 @@ from sketchwalk_jax.inference.cached_layer import (
     Settings,
     attention_by_layer,
     join_layers,
-    write_and_observe,
+    write_and_update,
 )
 from sketchwalk_jax.inference.exchange import Exchange
 from sketchwalk_jax.models.config import ModelConfig
@@ -219,7 +219,7 @@ def _probe_attention(
         cache, walk = state
         index = layer - first_sparse if is_sparse else None
         tokens = exchange.gather(query, key, value, cache, layer)
-        cache, own = write_and_observe(
+        cache, own = write_and_update(
             cache, tokens, layer=layer, index=index, exchange=exchange, settings=settings
         )
         keys, values, _ = exchange.attended(cache, tokens, layer)

@@ -14,7 +14,7 @@ from sketchwalk_jax.policies import (
     PRESETS,
     Policy,
     by_name,
-    has_knob,
+    has_threshold,
     takes_density,
     with_plan,
 )
@@ -77,7 +77,7 @@ class Rule:
     @property
     def is_calibrated(self) -> bool:
         """Whether the policy is calibrated to the density on held-out prompts."""
-        return self.density is not None and has_knob(by_name(self.policy, preset=self.preset))
+        return self.density is not None and has_threshold(by_name(self.policy, preset=self.preset))
 
     def with_plan(self, plan: Plan | None) -> "Rule":
         """Adds a model's plan to a recommended policy whose fields do not set one.
@@ -235,7 +235,7 @@ class EvaluationConfig:
         for policy in self.policies:
             for preset in self.presets if policy == "sketchwalk" else (None,):
                 made = by_name(policy, preset=preset)
-                has_density = takes_density(made) or has_knob(made)
+                has_density = takes_density(made) or has_threshold(made)
                 known = {field.name for field in dataclasses.fields(made)}
                 own = tuple(sorted(one for one in self.fields.items() if one[0] in known))
                 for density in self.densities if has_density else (None,):

@@ -216,7 +216,7 @@ def join_layers(
     return jnp.concatenate([pairs for pairs, _ in found]), joined
 
 
-def observe_layer(
+def update_layer_statistics(
     statistics: PyTree,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -229,20 +229,20 @@ def observe_layer(
     """Adds the span's tokens to one layer's statistics; returns that layer's and all layers'."""
     in_place = policy.in_place
     if in_place is not None:
-        found = in_place.observe(
+        found = in_place.update_statistics(
             key, statistics, layer=index, span=span, kernel_config=kernel_config
         )
         if found is not None:
             return in_place.of_layer(found[0], index), found[0]
     one = take_layer(statistics, index)
-    one = policy.observe(query, key, one, span=span, kernel_config=kernel_config)
+    one = policy.update_statistics(query, key, one, span=span, kernel_config=kernel_config)
     stacked = jax.tree.map(
         lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), statistics, one
     )
     return one, stacked
 
 
-def write_and_observe(
+def write_and_update(
     cache: Cache,
     tokens: Tokens,
     *,
@@ -263,7 +263,7 @@ def write_and_observe(
     write = TokenWrite(value, cache.key, cache.value, layer)
     in_place = policy.in_place if place is span and tokens.seen_key is key else None
     if in_place is not None and kernel_config is not None and index is not None:
-        found = in_place.observe(
+        found = in_place.update_statistics(
             key, cache.statistics, layer=index, span=span, kernel_config=kernel_config, write=write
         )
         if found is not None:
@@ -280,7 +280,7 @@ def write_and_observe(
     cache = dataclasses.replace(cache, key=keys, value=values)
     if index is None:
         return cache, None
-    one, statistics = observe_layer(
+    one, statistics = update_layer_statistics(
         cache.statistics,
         tokens.seen_query,
         tokens.seen_key,
@@ -337,7 +337,7 @@ def layer_attention(
         cache, walk = state
         index = layer - first_sparse if is_sparse else None
         tokens = exchange.gather(query, key, value, cache, layer)
-        cache, statistics = write_and_observe(
+        cache, statistics = write_and_update(
             cache, tokens, layer=layer, index=index, exchange=exchange, settings=settings
         )
         keys, values, place = exchange.attended(cache, tokens, layer)

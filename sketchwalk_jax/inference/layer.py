@@ -239,7 +239,9 @@ def select_whole(
         shape, batch=query.shape[0], num_blocks=query.shape[1] // first.block_size
     )
     (statistics,) = vary_alike(statistics, like=query)
-    statistics = first.observe(query, key, statistics, span=span, kernel_config=kernel_config)
+    statistics = first.update_statistics(
+        query, key, statistics, span=span, kernel_config=kernel_config
+    )
     where: dict[str, Any] = {
         "layer": jnp.zeros((), jnp.int32),
         "span": span,

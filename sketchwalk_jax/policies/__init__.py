@@ -33,7 +33,7 @@ _CLASSES: dict[str, type[Policy]] = {
 POLICIES = tuple(_CLASSES)
 PRESETS = ("recommended", "paper", "released", "damped", "one_hop")
 OVER = ("sparse_layers", "all_layers")
-"""Layers over which a policy's mean density can be calibrated with its threshold (`knob`)."""
+"""Layers over which a policy's mean density can be calibrated with its threshold."""
 
 
 def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Policy:
@@ -45,7 +45,7 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
         `"paper"`, `"released"`, `"damped"`, `"one_hop"`.
       **overrides: Fields of the policy's configuration, such as `density`; `None` means default.
         The dense policy ignores a density. MInference and FlexPrefill have a threshold instead
-        (`knob`); `sketchwalk_jax.evaluation.calibrate` finds its value for a density.
+        (`threshold_field`); `sketchwalk_jax.evaluation.calibrate` finds its value for a density.
 
     Returns:
       A frozen policy.
@@ -74,11 +74,11 @@ def by_name(policy: str, *, preset: str | None = None, **overrides: Any) -> Poli
         raise ValueError(f"preset must be None for the {policy} policy, got {preset!r}")
     if policy == "dense":
         overrides.pop("density", None)
-    knob = getattr(make, "knob", None)
-    if knob is not None and "density" in overrides:
+    threshold_field = getattr(make, "threshold_field", None)
+    if threshold_field is not None and "density" in overrides:
         raise ValueError(
             f"density must be None for {policy}, whose density depends on model and prompt: set "
-            f"{knob}, or let sketchwalk_jax.evaluation.calibrate find it"
+            f"{threshold_field}, or let sketchwalk_jax.evaluation.calibrate find it"
         )
     try:
         return make(**overrides)
@@ -112,9 +112,9 @@ def takes_density(policy: Policy) -> bool:
     return any(field.name == "density" for field in dataclasses.fields(policy))
 
 
-def has_knob(policy: Policy) -> bool:
-    """Whether the policy is calibrated to a density by a threshold, the field `policy.knob`."""
-    return getattr(policy, "knob", None) is not None
+def has_threshold(policy: Policy) -> bool:
+    """Whether the policy is calibrated to a density by a threshold (`threshold_field`)."""
+    return getattr(policy, "threshold_field", None) is not None
 
 
 def changed_fields(policy: Policy) -> dict[str, Any]:
@@ -142,7 +142,7 @@ __all__ = [
     "Span",
     "by_name",
     "changed_fields",
-    "has_knob",
+    "has_threshold",
     "takes_density",
     "with_plan",
 ]

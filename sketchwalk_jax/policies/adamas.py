@@ -81,7 +81,7 @@ class AdamasConfig(DecodePolicy):
         size = (batch, num_blocks, self.block_size, shape.num_kv_heads, 2, shape.head_dim // 8)
         return jnp.zeros(size, jnp.uint8)
 
-    def observe(
+    def update_statistics(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],

@@ -9,7 +9,8 @@ then attend over the listed blocks for all policies. A policy has two kinds of s
 
 `Policy` is the interface. Choose a base class by what you write: for `BudgetPolicy` and
 `DecodePolicy` a score, from which they make the block indices; for `PrefillPolicy` the block
-indices, with a threshold (`knob`) that sets the density. `README.md` in this folder has an example.
+indices, with a threshold (`threshold_field`) that sets the density. `README.md` in this folder has
+an example.
 """
 
 import abc
@@ -181,10 +182,10 @@ class Policy(abc.ABC):
     `"none"`: the policy is refused. Otherwise each rank asks for lists of its own rows of a prompt,
     in two calls for its two pieces of consecutive rows. All ranks keep the same statistics, of all
     blocks, but pass only their own blocks of the cache. So a row's list must follow from the row's
-    own queries, the statistics and the walk. `"keys"`: for a prompt, `observe` gets the keys of all
-    rows, and the queries of its own rows, on which statistics must not depend. `"own"`: `observe`
-    gets queries and keys of its own rows, and combines its results over `span.blocks` before it
-    adds them to the statistics; `span` covers all rows.
+    own queries, the statistics and the walk. `"keys"`: for a prompt, `update_statistics` gets the
+    keys of all rows, and the queries of its own rows, on which statistics must not depend. `"own"`:
+    `update_statistics` gets queries and keys of its own rows, and combines its results over
+    `span.blocks` before it adds them to the statistics; `span` covers all rows.
     """
 
     prompt_kernels: ClassVar[str] = "selection"
@@ -242,7 +243,7 @@ class Policy(abc.ABC):
         """Returns the walk before the first sparse layer."""
         return None
 
-    def observe(
+    def update_statistics(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],
@@ -266,8 +267,8 @@ class Policy(abc.ABC):
     def in_place(self) -> Any:
         """Updates one layer's statistics among those of all layers, without copying them out.
 
-        `None`, or an object with the methods of `recommended.CodesInPlace`. Without it, a layer's
-        statistics are copied out for `observe` and copied back.
+        `None`, or an object with the methods of `recommended.KeysInPlace`. Without it, a layer's
+        statistics are copied out for `update_statistics` and copied back.
         """
         return None
 
@@ -534,20 +535,20 @@ class PrefillPolicy(Policy):
     """A policy that selects in prefill, with one list per query head, and decodes densely.
 
     It has no density: the share that it keeps depends on the model and the prompt. One of its
-    fields, the threshold or *knob*, makes it keep more or less.
+    fields, the *threshold*, makes it keep more or less.
     `sketchwalk_jax.evaluation.calibrate` finds the value for a density.
 
     Attributes:
       block_size: Tokens per block.
       dense_layers: Leading layers that stay dense.
-      knob: Name of the field with the threshold; larger values keep more.
-      knob_range: Smallest value of the threshold, and a value that keeps (nearly) everything.
+      threshold_field: Name of the field with the threshold; larger values keep more.
+      threshold_range: Smallest value of the threshold, and a value that keeps (nearly) everything.
       floor: Name of the field with the minimum number of tokens to keep, which `relaxed` lowers;
         `None` if there is no such field.
     """
 
-    knob: ClassVar[str]
-    knob_range: ClassVar[tuple[float, float]]
+    threshold_field: ClassVar[str]
+    threshold_range: ClassVar[tuple[float, float]]
     floor: ClassVar[str | None] = None
 
     @property
@@ -556,13 +557,13 @@ class PrefillPolicy(Policy):
         return ("prefill",)
 
     @property
-    def knob_value(self) -> float:
+    def threshold_value(self) -> float:
         """The value of the threshold."""
-        return float(getattr(self, self.knob))
+        return float(getattr(self, self.threshold_field))
 
-    def with_knob(self, value: float) -> Self:
+    def with_threshold(self, value: float) -> Self:
         """Returns the policy with another threshold."""
-        fields: dict[str, Any] = {self.knob: value}
+        fields: dict[str, Any] = {self.threshold_field: value}
         return dataclasses.replace(self, **fields)
 
     def with_traced(self, value: Float[Array, ""], floor: Int[Array, ""] | None = None) -> Self:
@@ -573,7 +574,7 @@ class PrefillPolicy(Policy):
           floor: The floor; ignored if the policy has none. Default: unchanged.
         """
         changed = copy.copy(self)
-        object.__setattr__(changed, self.knob, value)
+        object.__setattr__(changed, self.threshold_field, value)
         if floor is not None and self.floor is not None:
             object.__setattr__(changed, self.floor, floor)
         return changed

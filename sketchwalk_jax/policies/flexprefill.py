@@ -58,8 +58,8 @@ class FlexPrefillConfig(PrefillPolicy):
 
     heads_on_mesh = "own"
 
-    knob: ClassVar[str] = "gamma"
-    knob_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    threshold_field: ClassVar[str] = "gamma"
+    threshold_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     floor: ClassVar[str | None] = "min_budget"
 
     gamma: float = 0.9

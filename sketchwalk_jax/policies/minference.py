@@ -68,8 +68,8 @@ class MInferenceConfig(PrefillPolicy):
 
     heads_on_mesh = "own"
 
-    knob: ClassVar[str] = "scale"
-    knob_range: ClassVar[tuple[float, float]] = (0.0, _FULL_SCALE)
+    threshold_field: ClassVar[str] = "scale"
+    threshold_range: ClassVar[tuple[float, float]] = (0.0, _FULL_SCALE)
 
     pattern: Pattern = "vertical_and_slash"
     vertical: int = 512

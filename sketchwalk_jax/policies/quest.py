@@ -83,7 +83,7 @@ class QuestConfig(DecodePolicy):
             jnp.full(size, largest, shape.dtype), jnp.full(size, -largest, shape.dtype)
         )
 
-    def observe(
+    def update_statistics(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],

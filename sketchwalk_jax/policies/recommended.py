@@ -6,8 +6,8 @@ over one list that all heads share. It replaces the parts by others that real mo
 * A row (query block) is represented by its mean and by the queries farthest from it and from each
   other, not only by the mean. One token of 64 may be the one that retrieves.
 * Each key of a block is scored, in the rotary channels that rotate slowly, quantized to four bits
-  relative to the block's zero point (`block_codes`). These channels tell tokens apart by content,
-  not by position. A mean over a block would hide a single key.
+  relative to the block's zero point (`quantized_keys`). These channels tell tokens apart by
+  content, not by position. A mean over a block would hide a single key.
 * Scores are sharpened before they are combined: first by a softmax for each head and query, then by
   a norm, with an exponent as in the paper. A retrieval is one head of one query. A sum would
   outvote it, and a maximum would ignore pages that many heads attend to a little.
@@ -41,7 +41,7 @@ from sketchwalk_jax.policies.base import (
     TokenWrite,
     take_layer,
 )
-from sketchwalk_jax.policies.block_codes import BlockCodes, LayerCodes, block_scores
+from sketchwalk_jax.policies.quantized_keys import LayerKeys, QuantizedKeys, block_scores
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, default_scale
 from sketchwalk_jax.selection import BlockSelection, select_blocks
@@ -66,10 +66,10 @@ class RecommendedConfig(ScorePolicy):
         S[i, p] = ( Σ_{r, h} P_{r, h}[i, p]^exponent )^(1 / exponent)
         R_k = max(S_k, decay · R_{k-1})
 
-    The products use only `slow_channels`, and the keys as `BlockCodes` quantizes them. Row `i` (a
-    query block) keeps the best pages of `R_k[i]`, including the pages that every row keeps.
-    `budget` gives their number: `density` of the keys before the row, and at least `min_tokens`.
-    So short prompts measure more than `density`: for 0.1, it is 0.13 with 4,096 tokens, 0.107 with
+    The products use only `slow_channels`, and the keys as `QuantizedKeys` quantizes them. Row `i`
+    (a query block) keeps the best pages of `R_k[i]`, including the pages that every row keeps.
+    `budget` gives their number: `density` of the keys before the row, and at least `min_tokens`. So
+    short prompts measure more than `density`: for 0.1, it is 0.13 with 4,096 tokens, 0.107 with
     8,192, 0.102 with 16,384.
 
     Attributes:
@@ -257,9 +257,9 @@ class RecommendedConfig(ScorePolicy):
         """Returns the walk before the first sparse layer."""
         return WalkState.zeros(batch, num_rows, num_blocks * self.pages)
 
-    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> BlockCodes:
+    def init_statistics(self, shape: LayerShape, *, batch: int, num_blocks: int) -> QuantizedKeys:
         """Returns the state without keys."""
-        return BlockCodes.zeros(
+        return QuantizedKeys.zeros(
             batch=batch,
             num_blocks=num_blocks,
             block_size=self.block_size,
@@ -268,7 +268,7 @@ class RecommendedConfig(ScorePolicy):
             dtype=shape.dtype,
         )
 
-    def observe(
+    def update_statistics(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],
@@ -278,9 +278,9 @@ class RecommendedConfig(ScorePolicy):
         kernel_config: KernelConfig | None = None,
     ) -> PyTree:
         """Quantizes and adds the span's keys."""
-        if kernel_config is not None and isinstance(statistics, BlockCodes):
+        if kernel_config is not None and isinstance(statistics, QuantizedKeys):
             only = statistics.as_layer()
-            found = self.in_place.observe(
+            found = self.in_place.update_statistics(
                 key, only.stack, layer=only.layer, span=span, kernel_config=kernel_config
             )
             if found is not None:
@@ -288,9 +288,9 @@ class RecommendedConfig(ScorePolicy):
         return statistics.add(key[..., slow_channels(key.shape[-1])], span)
 
     @property
-    def in_place(self) -> "CodesInPlace":
+    def in_place(self) -> "KeysInPlace":
         """Lets kernels update and read one layer's keys inside the arrays of all layers."""
-        return CodesInPlace()
+        return KeysInPlace()
 
     def select(
         self,
@@ -305,7 +305,7 @@ class RecommendedConfig(ScorePolicy):
     ) -> tuple[BlockSelection, WalkState]:
         """Selects the pages with the highest scores, for every query block or the decoded token.
 
-        `statistics` may be `LayerCodes`, which kernels read in place.
+        `statistics` may be `LayerKeys`, which kernels read in place.
         """
         if span.is_token:
             found = self._select_token(
@@ -315,8 +315,8 @@ class RecommendedConfig(ScorePolicy):
                 return found
         rows = span.rows(self.block_size)
         score = functools.partial(
-            self.evidence,
-            codes=statistics,
+            self.page_scores,
+            stored=statistics,
             kv_lengths=span.end,
             scale=default_scale(query.shape[-1]),
             heads=span.heads,
@@ -326,12 +326,12 @@ class RecommendedConfig(ScorePolicy):
             scores = score(query[:, None][..., slow_channels(query.shape[-1])], rows=rows)
         else:
             scores = self._score_rows(query, span, walk.layers, score, kernel_config=kernel_config)
-        evidence = jnp.maximum(scores, self.decay * walk.scores)
+        page_scores = jnp.maximum(scores, self.decay * walk.scores)
         pages = span.rows(self.unit_size) if span.is_token else (rows + 1) * self.pages - 1
         lists = self.keep(
-            evidence, pages, walk.layers, is_token=span.is_token, kernel_config=kernel_config
+            page_scores, pages, walk.layers, is_token=span.is_token, kernel_config=kernel_config
         )
-        return lists, WalkState(evidence, walk.layers + 1)
+        return lists, WalkState(page_scores, walk.layers + 1)
 
     def _select_token(
         self,
@@ -343,23 +343,23 @@ class RecommendedConfig(ScorePolicy):
         kernel_config: KernelConfig | None,
     ) -> tuple[BlockSelection, WalkState] | None:
         """Runs all of `select` for a token in kernels; `None` if they do not support the call."""
-        if isinstance(statistics, BlockCodes):
+        if isinstance(statistics, QuantizedKeys):
             statistics = statistics.as_layer()
-        elif isinstance(statistics, LayerCodes):
+        elif isinstance(statistics, LayerKeys):
             # The layer index equals the number of walk steps so far, and needs no counter.
             walk = WalkState(walk.scores, statistics.layer)
-        if kernel_config is None or not isinstance(statistics, LayerCodes):
+        if kernel_config is None or not isinstance(statistics, LayerKeys):
             return None
         stack = statistics.stack
         return top_k.select_token_by_page_scores(
             query,
-            stack.code,
-            stack.centre,
-            stack.step,
+            stack.quantized,
+            stack.zero_point,
+            stack.scale_exponent,
             walk,
             layer=statistics.layer,
             lengths=span.end,
-            budgets=self.budgets(stack.code.shape[2] * self.pages, is_token=True),
+            budgets=self.budgets(stack.quantized.shape[2] * self.pages, is_token=True),
             scale=default_scale(query.shape[-1]),
             exponent=self.exponent,
             decay=self.decay,
@@ -370,10 +370,10 @@ class RecommendedConfig(ScorePolicy):
             kernel_config=kernel_config,
         )
 
-    def evidence(
+    def page_scores(
         self,
         queries: Float[Array, "B I R N C"],
-        codes: BlockCodes | LayerCodes,
+        stored: QuantizedKeys | LayerKeys,
         rows: Int[Array, "B I"],
         *,
         kv_lengths: Int[Array, "B"],
@@ -384,7 +384,7 @@ class RecommendedConfig(ScorePolicy):
         """Page scores `S[i, p]` of the class, from the representative queries of each row."""
         return block_scores(
             queries,
-            codes,
+            stored,
             rows,
             kv_lengths=kv_lengths,
             scale=scale,
@@ -477,7 +477,7 @@ class RecommendedConfig(ScorePolicy):
 
     def keep(
         self,
-        evidence: Float[Array, "B I P"],
+        page_scores: Float[Array, "B I P"],
         last: Int[Array, "B I"],
         index: Int[Array, ""],
         *,
@@ -487,13 +487,13 @@ class RecommendedConfig(ScorePolicy):
         """Keeps the pages with the highest scores, up to the budget of a sparse layer.
 
         Args:
-          evidence: Page score of every page for every row, including the walk.
+          page_scores: Page score of every page for every row, including the walk.
           last: The last page of each row: of its block, or the decoded token's page.
           index: Index of the layer among the sparse layers.
           is_token: Whether a row is a decoded token.
           kernel_config: Settings of the kernels, or `None` for plain JAX.
         """
-        num_pages = evidence.shape[-1]
+        num_pages = page_scores.shape[-1]
         num_rows = num_pages if is_token else num_pages // self.pages
         budgets = self.budgets(num_rows, is_token=is_token)
         own = jnp.asarray(budgets)[jnp.minimum(index, len(budgets) - 1)]
@@ -509,14 +509,16 @@ class RecommendedConfig(ScorePolicy):
         )
         lists = None
         if kernel_config is not None:
-            lists = top_k.select_blocks(evidence, last, counts, **rule, kernel_config=kernel_config)
-        return lists or select_blocks(evidence, last, counts, **rule)
+            lists = top_k.select_blocks(
+                page_scores, last, counts, **rule, kernel_config=kernel_config
+            )
+        return lists or select_blocks(page_scores, last, counts, **rule)
 
 
-class CodesInPlace:
+class KeysInPlace:
     """Quantized keys of all layers, which kernels update and read in place."""
 
-    def observe(
+    def update_statistics(
         self,
         key: Float[Array, "B T K H"],
         statistics: PyTree,
@@ -526,7 +528,7 @@ class CodesInPlace:
         kernel_config: KernelConfig | None,
         write: TokenWrite | None = None,
     ) -> tuple[Any, ...] | None:
-        """Updates the statistics of one layer, like `Policy.observe`.
+        """Updates the statistics of one layer, like `Policy.update_statistics`.
 
         Args:
           key: Keys of the span's tokens.
@@ -540,18 +542,23 @@ class CodesInPlace:
           The statistics of all layers, followed by the caches of keys and values if `write` is
           given; or `None` if this call is not supported.
         """
-        if kernel_config is None or not isinstance(statistics, BlockCodes):
+        if kernel_config is None or not isinstance(statistics, QuantizedKeys):
             return None
-        codes = statistics.code, statistics.centre, statistics.step, statistics.unfinished
-        found = key_quantization.block_codes(
-            codes, key, span, layer=layer, write=write, kernel_config=kernel_config
+        stored = (
+            statistics.quantized,
+            statistics.zero_point,
+            statistics.scale_exponent,
+            statistics.unfinished,
         )
-        return None if found is None else (BlockCodes(*found[:4]), *found[4:])
+        found = key_quantization.quantized_keys(
+            stored, key, span, layer=layer, write=write, kernel_config=kernel_config
+        )
+        return None if found is None else (QuantizedKeys(*found[:4]), *found[4:])
 
     def of_layer(self, statistics: PyTree, layer: Int[Array, ""]) -> PyTree:
         """Returns the quantized keys of one layer, left in place in the arrays of all layers."""
-        if isinstance(statistics, BlockCodes):
-            return LayerCodes(statistics, layer)
+        if isinstance(statistics, QuantizedKeys):
+            return LayerKeys(statistics, layer)
         return take_layer(statistics, layer)
 
 

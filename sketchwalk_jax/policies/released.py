@@ -106,7 +106,7 @@ class ReleasedConfig(Policy):
         """Returns the walk before the first sparse layer."""
         return WalkState.zeros(batch, num_rows, num_blocks)
 
-    def observe(
+    def update_statistics(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],

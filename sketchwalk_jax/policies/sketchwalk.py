@@ -1,9 +1,9 @@
 """Sketch-and-Walk: Algorithms 1 and 2 (arXiv:2602.07397), except the attention itself.
 
 `SketchWalkConfig` is a frozen configuration with named presets, and the policy that it configures.
-`observe` is steps 1-4 of Algorithm 1 (2 and 3 of Algorithm 2), and `select` is steps 5-7 (3 to 6).
-Each step is a separate function (`sketch`, `walk`, `selection`), chosen by a field. `KernelConfig`
-determines how fast this runs, and changes results only by rounding.
+`update_statistics` is steps 1-4 of Algorithm 1 (2 and 3 of Algorithm 2), and `select` is steps 5-7
+(3 to 6). Each step is a separate function (`sketch`, `walk`, `selection`), chosen by a field.
+`KernelConfig` determines how fast this runs, and changes results only by rounding.
 """
 
 import dataclasses
@@ -186,7 +186,7 @@ class SketchWalkConfig(BudgetPolicy):
 
     # Algorithm 1 steps 1-4; Algorithm 2 steps 2 and 3.
 
-    def observe(
+    def update_statistics(
         self,
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],

@@ -1,0 +1,361 @@
+"""`Auto`: its choice from measurements, the program that then runs, and the measurements."""
+
+import dataclasses
+import functools
+import importlib
+import json
+from pathlib import Path
+
+import checkpoints
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import MODEL, POLICIES, params, prompts
+
+import sketchwalk_jax as sw
+from sketchwalk_jax import Auto, Dense
+from sketchwalk_jax.cli import main
+from sketchwalk_jax.inference import generation
+from sketchwalk_jax.inference.auto import BreakEven, default_policy
+from sketchwalk_jax.language_model import LanguageModel
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies.quest import QuestConfig
+from sketchwalk_jax.policies.streaming import StreamingConfig
+
+PAPER = POLICIES["paper"]  # density 0.4, blocks of 16 tokens; the model is 64 wide
+PREFILL = BreakEven(
+    device="cpu",
+    phase="prefill",
+    policy="SketchWalkConfig",
+    density=0.4,
+    block_size=16,
+    width=64,
+    batch=1,
+    tokens=100,
+    longest=400,
+)
+DECODE = dataclasses.replace(PREFILL, phase="decode", tokens=200)
+TABLE = (PREFILL, DECODE)
+
+
+def table_of(tokens=(100, 200), **changes):
+    """Returns the table with these break-evens of prefill and decode, and other changes."""
+    pairs = zip(TABLE, tokens, strict=True)
+    return tuple(dataclasses.replace(one, tokens=at, **changes) for one, at in pairs)
+
+
+NEVER = table_of((None, None))
+QUEST = {  # a policy of decode only
+    "policy": QuestConfig(block_size=16, density=0.3),
+    "table": table_of(policy="QuestConfig"),
+}
+
+
+def chosen(tokens, table=TABLE, *, policy=PAPER, batch=1, **options):
+    return Auto(policy, table).choose(MODEL, batch=batch, tokens=tokens, **options)
+
+
+def what(found):
+    return ("dense" if isinstance(found.policy, Dense) else "sparse"), found.phase
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        (99, {}, ("dense", "both")),
+        (100, {}, ("sparse", "prefill")),
+        (199, {}, ("sparse", "prefill")),
+        (200, {}, ("sparse", "both")),
+        (100, {"max_new_tokens": 200}, ("sparse", "both")),  # 100 tokens longer on average
+        (99, {"max_new_tokens": 202}, ("sparse", "decode")),
+        (200, {"phase": "prefill"}, ("sparse", "prefill")),
+        (199, {"phase": "decode"}, ("dense", "both")),
+        (99, {"policy": Dense(block_size=16)}, ("dense", "both")),
+        (400, {"table": NEVER}, ("dense", "both")),
+        (150, QUEST, ("dense", "both")),
+        (200, QUEST, ("sparse", "both")),
+    ],
+)
+def test_a_phase_is_sparse_from_its_break_even_on(tokens, options, expected):
+    found = chosen(tokens, **options)
+    assert what(found) == expected
+    assert found.policy.block_size == 16
+    if options is QUEST:
+        assert len(found.reasons) == 1
+    if options.get("table") is NEVER:
+        assert "sparse did not pay up to 400" in found.reasons[0]
+
+
+def test_the_nearest_measurement_counts():
+    others = (
+        dataclasses.replace(PREFILL, batch=4, tokens=20),
+        dataclasses.replace(PREFILL, density=0.5, tokens=40),
+        dataclasses.replace(PREFILL, width=128, tokens=60),
+        dataclasses.replace(PREFILL, device="gpu", tokens=80),
+    )
+    table = (*others, PREFILL)
+
+    def found(**options):
+        batch = options.pop("batch", 1)
+        policy = dataclasses.replace(PAPER, **options)
+        return Auto(policy, table).find("prefill", MODEL, batch=batch).tokens
+
+    assert found() == found(batch=3) == 100
+    assert found(batch=4) == found(batch=9) == 20
+    assert found(density=0.1) == 100  # fewer blocks cannot be slower
+    assert found(density=0.45) == 40
+    wider = dataclasses.replace(MODEL, num_heads=8)
+    assert Auto(PAPER, table).find("prefill", wider).tokens == 60
+    assert Auto(PAPER, table).find("prefill", MODEL, device="gpu").tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "message"),
+    [
+        ((), {}, "no measurement for this device, cpu"),
+        ((DECODE,), {}, "no measurement for this device, cpu"),
+        (TABLE, {"policy": StreamingConfig(block_size=16)}, "no measurement of StreamingConfig"),
+        (TABLE, {"policy": dataclasses.replace(PAPER, block_size=32)}, "with blocks of 32"),
+        (TABLE, {"policy": dataclasses.replace(PAPER, density=0.9)}, "a density of 0.9 or more"),
+        ((dataclasses.replace(PREFILL, width=512),), {}, "attention 64 wide"),
+        ((dataclasses.replace(PREFILL, batch=2),), {}, "attention 64 wide"),
+        (TABLE, {"is_spread": True}, "no measurement on several devices"),
+        (NEVER, {}, "no measurement beyond 400 tokens"),
+    ],
+)
+def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options, message):
+    found = chosen(401, table, **options)
+    assert what(found) == ("sparse", "both")
+    assert found.policy is options.get("policy", PAPER)
+    assert message in found.reasons[0] and "prefill sparse: no measurement" in found.reasons[0]
+
+
+def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
+    monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
+    group = dataclasses.replace(PREFILL, device="GPUs from Ampere on", width=4096)
+    never = dataclasses.replace(group, tokens=None)
+    older = dataclasses.replace(group, device="GPUs before Ampere", tokens=10)
+    table = (never, dataclasses.replace(group, phase="decode"), older)
+    for capability, expected in (
+        ("8.6", [("dense", "both"), ("sparse", "decode"), ("sparse", "decode")]),
+        ("7.5", [("sparse", "both")] * 3),  # no measurement of decode
+        ("9.0", [("sparse", "both")] * 3),
+        ("", [("sparse", "both")] * 3),
+    ):
+        monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)  # noqa: B023
+        assert [what(chosen(tokens, table)) for tokens in (99, 100, 401)] == expected
+        own = (*table, dataclasses.replace(PREFILL, device="some GPU", tokens=500))
+        assert what(chosen(401, own))[1] in ("decode", "both")
+        reasons = chosen(401, table).reasons
+        assert ("expected, not measured" in reasons[0]) == (capability in ("7.5", "8.6"))
+        assert "prefill dense" in chosen(401, own).reasons[0]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("8.0", Auto), ("7.5", Auto), ("9.0", None), ("", None)]
+)
+def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, expected, monkeypatch):
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+    assert default_policy(MODEL) == sw.SketchWalkConfig.recommended()  # measured on a CPU
+    monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
+    policy = sw.SketchWalkConfig.recommended()
+    assert default_policy(MODEL) == (policy if expected is None else Auto(policy))
+    prompt, _ = prompts(20)
+    call = functools.partial(sw.generate, model_config=MODEL, max_new_tokens=1)
+    choice = jax.eval_shape(lambda x: call(params(), x), jnp.asarray(prompt)).choice
+    assert (choice is None) == (expected is None)
+    if choice is not None:
+        assert choice.phase != "prefill" and "prefill dense: 20 tokens" in choice.reasons[0]
+
+
+@pytest.mark.unchecked
+def test_it_wraps_a_policy_and_stands_for_none_elsewhere():
+    with pytest.raises(ValueError, match="sparse must be a policy"):
+        Auto("quest")
+    with pytest.raises(ValueError, match="phase must be one of"):
+        chosen(1, phase="all")
+    with pytest.raises(ValueError, match="policy must be a policy"):
+        sw.init_cache(MODEL, Auto(), batch=1, max_tokens=64)
+    weights, (prompt, _) = params(), prompts(20)
+    with pytest.raises(ValueError, match="policy must be a policy"):
+        sw.forward(weights, prompt, model_config=MODEL, policy=Auto())
+    with pytest.raises(ValueError, match=r"'auto'; sketchwalk_jax\.Auto takes a policy"):
+        by_name("auto")
+    with pytest.raises(ValueError, match="must be a Cache"):
+        sw.generate(
+            weights, prompt, model_config=MODEL, policy=Auto(), max_new_tokens=1, cache="cache"
+        )
+
+
+# Runs.
+
+
+def run(config, *, tokens=40, **options):
+    options = {"max_tokens": None if "cache" in options else 128} | options
+    call = {"model_config": MODEL, "policy": config, "max_new_tokens": 3} | options
+    return generation.generate(params(), prompts(tokens)[0], **call)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "given", "phase"),
+    [
+        ((41, 42), Dense(block_size=16), "both"),
+        ((40, 42), PAPER, "prefill"),
+        pytest.param((41, 41), PAPER, "decode", marks=pytest.mark.slow),
+        ((40, 41), PAPER, "both"),
+    ],
+)
+def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase):
+    auto = Auto(PAPER, table_of(breaks))
+    expected = run(given, phase=phase)
+    programs = generation._start._cache_size(), generation._continue._cache_size()
+    found = run(auto)
+    assert (generation._start._cache_size(), generation._continue._cache_size()) == programs
+    assert (found.choice.policy, found.choice.phase) == (given, phase)
+    assert expected.choice is None
+    chex.assert_trees_all_equal(dataclasses.replace(found, choice=None), expected)
+
+
+@pytest.mark.parametrize(("first", "then"), [(40, 1000), (1000, 1)])
+def test_a_cache_goes_on_as_it_was_made(first, then):
+    """More tokens would make it sparse, or fewer dense, but the cache decides."""
+    begun = run(Auto(PAPER, table_of((first, first), longest=first)))
+    found = run(Auto(PAPER, table_of((then, then), longest=then)), cache=begun.cache, tokens=20)
+    assert type(found.choice.policy) is type(begun.choice.policy)
+    assert found.choice.reasons[0].endswith("the cache was made so")
+
+
+def test_streams_and_texts_say_what_was_chosen(tmp_path):
+    checkpoints.write_checkpoint(tmp_path, tokenizer=True)
+    own = {"policy": "RecommendedConfig", "density": 1.0, "block_size": 64, "width": 32}
+    auto = Auto(measured=table_of((None, None), **own, longest=512))
+    lm = LanguageModel.load(tmp_path, policy=auto, density=0.3, progress=False)
+    assert lm.policy.sparse == sw.SketchWalkConfig.recommended(density=0.3)
+    pieces = lm.stream("Walk with the ", max_new_tokens=4)
+    dense = lm.with_policy(Dense())
+    assert "".join(pieces) == dense.generate("Walk with the ", max_new_tokens=4)
+    assert pieces.choice.policy == Dense() and len(pieces.choice.reasons) == 2
+    prompts = ["Walk with the ", "sketch"]
+    assert lm.generate(prompts, max_new_tokens=4) == dense.generate(prompts, max_new_tokens=4)
+
+
+# The command line.
+
+
+@pytest.fixture
+def model(tmp_path):
+    checkpoints.write_checkpoint(tmp_path / "model", tokenizer=True)
+    return tmp_path / "model"
+
+
+def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
+    rows = table_of((None, None), policy="RecommendedConfig", width=32, block_size=64)
+    monkeypatch.setattr("sketchwalk_jax.inference.auto.read_break_evens", lambda: rows)
+    command = ["generate", "--model", str(model), "--prompt", "Walk", "--max-new-tokens", "4"]
+    assert main([*command, "--policy", "auto", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["policy"], found["chosen"], found["preset"]) == ("auto", "Dense", "recommended")
+    assert found["measured_density"] == 1.0 and len(found["reasons"]) == 2
+    assert err.splitlines()[0] == f"auto: {found['reasons'][0]}"
+    assert main(["info", "--model", str(model), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["break_even"]
+    found = {"tokens": None, "longest": 400, "is_expected": False, "problem": None}
+    assert shown["decode"] == found
+    assert main(["info", "--model", str(model), "--density", "0.9"]) == 0
+    assert "decode pays     no measurement of a density of 0.9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("eval", "--policy must name what is measured, got 'auto'"), ("demo", "--policy auto is")],
+)
+def test_what_compares_refuses_it(command, message, model, capsys):
+    assert main([command, "--model", str(model), "--policy", "auto"]) == 2
+    assert message in capsys.readouterr().err
+
+
+# The measurements.
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    return importlib.import_module("break_even")
+
+
+def test_a_break_even_is_where_no_longer_length_is_slower(benchmark):
+    assert benchmark.least_tokens({512: 0.9, 1024: 1.1, 2048: 0.99, 4096: 1.0, 8192: 2.0}) == 4096
+    assert benchmark.least_tokens({512: 1.5, 1024: 1.0}) == 512
+    assert benchmark.least_tokens({512: 1.5, 1024: 0.99}) is None
+
+
+@pytest.fixture
+def found(benchmark, tmp_path):
+    """Returns the break-evens of results as `end_to_end.py` writes them."""
+
+    def found(rows, name="end_to_end", **meta):
+        meta = {"device": "NVIDIA H200"} | meta
+        (tmp_path / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}))
+        return benchmark.break_evens(tmp_path)
+
+    return found
+
+
+def row(tokens, policy, median, **more):
+    fields = {"model": "llama-3.1-8b", "phase": "decode", "tokens": tokens, "batch": 8}
+    fields |= {"implementation": "ours", "chunk_size": None, "error": None, "policy": policy}
+    preset, density = ("recommended", 0.1) if policy == "sketchwalk" else (None, 1.0)
+    fields |= {"preset": preset, "density": density, "seconds": {"median": median}}
+    return fields | more
+
+
+def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
+    """Measurements at 128K tokens alone change nothing in `Auto`."""
+    assert benchmark.is_known(4096, {2048: 0.9, 4096: 1.1})
+    assert benchmark.is_known(8192, {8192: 1.1, 16384: 1.2})
+    assert not benchmark.is_known(16384, {16384: 1.1, 32768: 1.2})
+    assert benchmark.is_known(None, {131072: 0.9})  # so no shorter length pays
+    dense = [row(2**17, "dense", 11.0), row(2**17, "dense", 10.0, chunk_size=2**15)]
+    long = [*dense, row(2**17, "sketchwalk", 5.0)]
+    assert found(long) == []
+    short = [row(2**14, "dense", 11.0), row(2**14, "sketchwalk", 12.0)]
+    assert [(one.tokens, one.longest) for one in found([*long, *short])] == [(2**17, 2**17)]
+    # A policy must beat dense attention in chunks.
+    slower = [*dense, row(2**17, "sketchwalk", 10.5)]
+    assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
+
+
+def test_what_is_kept_stands_beside_what_was_measured(found):
+    """Measured devices come first, then expected values for others."""
+    one = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
+    one |= {"width": 64, "batch": 1, "tokens": 512, "longest": 1024}
+    devices = (dispatch.GPU_GROUPS[-1], "cpu")
+    rows = found([one | {"device": device} for device in devices], "break_even")
+    assert [(one.device, one.is_expected) for one in rows] == [("cpu", False), (devices[0], True)]
+
+
+def test_rows_of_whole_models_are_break_evens_of_their_device(found):
+    rows = [row(16384, "dense", 1.0), row(16384, "sketchwalk", 1.2)]
+    rows += [row(32768, "dense", 2.0), row(32768, "sketchwalk", 1.5)]
+    rows += [row(65536, "dense", 1.0), row(65536, "sketchwalk", 9.0, error="does not fit")]
+    rows += [row(65536, "dense", 1.0, implementation="transformers")]
+    (one,) = found(rows)
+    expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
+    expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
+    assert dataclasses.asdict(one) == expected | {"tokens": 32768, "longest": 32768}
+    assert not one.is_expected
+    with pytest.raises(ValueError, match="--quick"):
+        found(rows, is_quick=True)
+
+
+def test_a_table_of_other_results_is_found_and_replaced(benchmark, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "TABLE", tmp_path / "break_even.json")
+    results = benchmark.common.RESULTS
+    assert not benchmark.update_table(results, is_check=True)
+    assert "differs" in capsys.readouterr().out and not benchmark.TABLE.exists()
+    assert not benchmark.update_table(results, is_check=False)
+    assert benchmark.update_table(results, is_check=True)
