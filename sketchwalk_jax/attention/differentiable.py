@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.attention import xla
 from sketchwalk_jax.pallas_kernels.attention.api import prompt_kernel
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.pallas_kernels.decode_attention.api import attend_to_lists
+from sketchwalk_jax.pallas_kernels.decode_attention.api import token_kernel
 from sketchwalk_jax.selection import BlockSelection
 
 
@@ -139,7 +139,7 @@ def attend_lists(
             "kernel_config": options.kernel_config,
         }
         if first_block is None:
-            found: Any = attend_to_lists(*arrays, **where)
+            found: Any = token_kernel()(*arrays, **where)
         else:
             where |= {"row_size": selection.queries_per_row, "first_block": first_block}
             found = prompt_kernel()(*arrays, **where)

@@ -12,7 +12,7 @@ import tiny
 
 from sketchwalk_jax import KernelConfig, generate
 from sketchwalk_jax.pallas_kernels.attention import hopper as attention
-from sketchwalk_jax.pallas_kernels.decode_attention import hopper as decode_attention
+from sketchwalk_jax.pallas_kernels.decode_attention import decode_attention
 from sketchwalk_jax.policies import recommended
 
 MAX_FRAMES = 9

@@ -185,7 +185,7 @@ def test_every_named_module_of_this_project_exists_and_every_fault_can_be_made(r
     checks = checks_of(repository)
     names = {module.stem.removeprefix("test_") for module in checks.test_modules()}
     assert set(checks.EMULATED) <= names
-    assert "slow" in checks._marks(repository / "tests" / "test_promises.py")
+    assert "slow" in checks._marks(repository / "tests" / "inference" / "test_promises.py")
     made = os.environ.get(faults.MADE)  # set by the script, which may run a copy of this test
     assert faults.wrong_faults([fault for fault in faults.FAULTS if fault.name != made]) == []
     assert len(faults.FAULTS) >= 40
