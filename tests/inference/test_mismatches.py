@@ -292,7 +292,7 @@ CONFIGS = {
     "theta nan": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
     "theta in quotes": ({"rope_theta": "1e6"}, "rope_theta must be a finite number"),
     "scaling": ({"rope_scaling": "linear"}, "rope_scaling must be a JSON object, got 'linear'"),
-    "factor": ({"rope_scaling": {"type": "linear", "factor": None}}, "factor must be a number"),
+    "factor": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a finite"),
     "eps": ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, got 'small'"),
     "bias": ({"attention_bias": "false"}, "attention_bias must be true or false, got 'false'"),
     "tied": ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),

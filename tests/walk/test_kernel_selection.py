@@ -379,7 +379,7 @@ def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
 
         return watched
 
-    for name in ("observe", "select"):
+    for name in ("update_statistics", "select"):
         method = getattr(SketchWalkConfig, name)
         monkeypatch.setattr(SketchWalkConfig, name, watch(method))
     for module in ("layer", "cached_layer"):
