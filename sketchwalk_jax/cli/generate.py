@@ -38,7 +38,7 @@ class Generate(options.GenerationCommand):
     prompt_text: str | None = field("--prompt TEXT", "The prompt.", _PROMPT)
     prompt_file: Path | None = field(
         "--prompt-file FILE",
-        "File with the prompt, used byte for byte. Without either, standard input is.",
+        "File with the prompt, or else standard input; used byte for byte.",
         _PROMPT,
     )
     chat: bool = field("--chat", "Wrap the prompt into the checkpoint's chat template.", _PROMPT)
