@@ -441,7 +441,7 @@ def slowest(files: Iterable[Path], count: int = 10) -> list[tuple[str, float]]:
     for file in files:
         for case in ElementTree.parse(file).iter("testcase"):
             names = case.get("classname", "").split(".")
-            seconds[".".join(names[:2])] += float(case.get("time", 0))
+            seconds[".".join(names[:3])] += float(case.get("time", 0))
     return seconds.most_common(count)
 
 

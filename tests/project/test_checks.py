@@ -173,12 +173,12 @@ def test_the_nearest_modules_come_first_and_some_are_recorded_alone(project, cap
 
 
 def test_the_slowest_modules_are_added_up_over_runs(tmp_path, project):
-    case = '<testcase classname="tests.test_{}" name="a" time="{}"/>'
+    case = '<testcase classname="tests.models.test_{}" name="a" time="{}"/>'
     for name, seconds in (("one", 1.5), ("two", 2.0)):
         text = case.format("a", seconds) + case.format(name, 1)
         (tmp_path / f"{name}.xml").write_text(f"<testsuite>{text}</testsuite>", encoding="utf-8")
     found = checks_of(project).slowest(sorted(tmp_path.glob("*.xml")), 2)
-    assert found == [("tests.test_a", 3.5), ("tests.test_one", 1.0)]
+    assert found == [("tests.models.test_a", 3.5), ("tests.models.test_one", 1.0)]
 
 
 def test_every_named_module_of_this_project_exists_and_every_fault_can_be_made(repository):
