@@ -699,11 +699,11 @@ def selection_part(case: Case) -> Measure:
         empty = policy.init_statistics(shape, batch=case.batch, num_blocks=case.num_blocks)
         return policy.update_statistics(query, key, empty, span=span, kernel_config=config)
 
-    def score(config: KernelConfig | None, query: Array, codes: PyTree) -> Array:
+    def score(config: KernelConfig | None, query: Array, stored: PyTree) -> Array:
         queries = policy.represent(query, span.valid, QUERIES, config)
         scale = case.head_dim**-0.5
         sizes: dict[str, Any] = {"kv_lengths": span.end, "scale": scale}
-        return policy.page_scores(queries, codes, rows, **sizes, kernel_config=config)
+        return policy.page_scores(queries, stored, rows, **sizes, kernel_config=config)
 
     def choose(config: KernelConfig | None, scores: Array) -> sw.BlockSelection:
         last = (rows + 1) * policy.pages - 1

@@ -120,7 +120,7 @@ def calibrate(
     layers = sparse_layers(model_config, policy) if is_sparse else range(model_config.num_layers)
 
     def measure(value: float, *, policy: PrefillPolicy) -> float:
-        threshold_field, floor = (
+        threshold, floor = (
             jnp.asarray(value, jnp.float32),
             jnp.asarray(policy.floor_value, jnp.int32),
         )
@@ -129,9 +129,7 @@ def calibrate(
         for start in range(0, count, size):
             # The last batch is filled up with the last prompt, which is counted once.
             rows = np.minimum(np.arange(start, start + size), count - 1)
-            found = prefill_density(
-                params, tokens[rows], lengths[rows], threshold_field, floor, **static
-            )
+            found = prefill_density(params, tokens[rows], lengths[rows], threshold, floor, **static)
             new = slice(min(size, count - start))
             pairs = np.asarray(found.prefill_pairs, np.float64)[list(layers), new]
             attended += pairs.sum()

@@ -693,8 +693,8 @@ class WalkSelfAttention(nnx.Module):
 class LinenWalkSelfAttention(nn.Module):
     """`WalkSelfAttention` as a Linen layer, with the parameters `query`, `key`, `value` and `out`.
 
-    Its attributes are the arguments of `WalkSelfAttention`. The number of features is that of the
-    input.
+    Its attributes are the arguments of `WalkSelfAttention`, except `in_features`, which is that of
+    the input, and `rngs`.
 
     Example:
       >>> layer = LinenWalkSelfAttention(4)

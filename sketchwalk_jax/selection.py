@@ -206,6 +206,15 @@ def select_blocks_per_head(
 ) -> BlockSelection:
     """`select_blocks` for scores that differ by head: one list for each of `M` heads.
 
+    Args:
+      scores: Block scores of each head and row, float32; scores that are not finite rank last.
+      rows: Absolute block index of each row.
+      counts: Number of blocks that every head keeps.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the diagonal that are always kept.
+      max_count: Static upper bound of `counts`.
+      block_size: Tokens per block, recorded in the result.
+
     Returns:
       A `BlockSelection` with `M` lists per row.
     """

@@ -92,8 +92,11 @@ def power_transition(
 ) -> tuple[Float[Array, "B J J"], Int[Array, "B J"]]:
     """Computes `W = A ** s` element-wise (or `max(A, 0) ** s`), each row at its own power of two.
 
-    `rectify` says whether negative scores count as zero (`relu_power`). Scores that are not finite
-    always do.
+    Args:
+      scores: Block scores `A`; scores that are not finite count as zero.
+      causal: Mask of the causal entries.
+      exponent: The power `s`.
+      rectify: Whether negative scores count as zero (`relu_power`).
 
     Returns:
       `W` with each row divided by a power of two, and the exponents of those powers up to a common
@@ -175,8 +178,12 @@ def walk_product(
     The scales of `W`'s rows are moved into `R`, relative to the largest product of the row. Only
     entries `m` with nonzero `R[i, m]` contribute, so only rows `m <= i`.
 
-    Rows of `R` are zero above the diagonal. `exponent` is the power of the transition. `precision`
-    must be as accurate as float32.
+    Args:
+      state: Rows of `R`; zero above the diagonal.
+      weights: Rows of `W` without their scales.
+      log2_scale: Exponents of these scales.
+      exponent: The power `s` of the transition.
+      precision: Precision of the matrix product; it must be as accurate as float32.
 
     Returns:
       The product, each row rescaled to the top of float32's range (or all zero).

@@ -235,7 +235,8 @@ def main() -> None:
         rows_of(options.rows_of)
         return
     rows = []
-    search = os.pathsep.join(map(str, (_FOLDER, _FOLDER.parent)))
+    cases = (_FOLDER / x for x in ("attention", "decode_matmul", "page_scores"))
+    search = os.pathsep.join(map(str, (_FOLDER, *cases, _FOLDER.parent)))
     for capability in sorted(hopper.SHARED_KIB, key=float):
         command = [sys.executable, __file__, "--rows-of", capability]
         environment = os.environ | {"PYTHONPATH": search}

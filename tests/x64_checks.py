@@ -7,11 +7,13 @@ minutes. Arguments limit the policies.
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent / "attention"))
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 

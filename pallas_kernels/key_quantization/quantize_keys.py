@@ -1,11 +1,11 @@
 """Quantizes the keys of blocks to four bits on NVIDIA GPUs, in place.
 
 Per channel, over the keys `s` of a block (`policies.quantized_keys.encode`), with zero point
-`zero_point` and scale `scale_exponent`:
+`zero_point` and `scale = 2 ** scale_exponent`:
 
     low, high = min_s k_s, max_s k_s,   zero_point = bfloat16((low + high) / 2)
-    step = least power of two that is >= max(high - zero_point, zero_point - low) / 7
-    quantized_s = round((k_s - zero_point) / step),   in -7 .. 7
+    scale = least power of two that is >= max(high - zero_point, zero_point - low) / 7
+    quantized_s = round((k_s - zero_point) / scale),   in -7 .. 7
 
 This gives the same bits as `encode`, in the slow half of the channels. Rounding is monotonic, so
 the extremes determine the largest distance from the zero point.

@@ -47,16 +47,21 @@ def kernel(
       detect_races: Whether the interpreter reports races.
       **options: Other options of `plgpu.kernel`.
     """
-    how = plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
-    made: Callable[..., Any] = plgpu.kernel(body, interpret=how, **options)
 
-    def call(*arrays: Any) -> Any:
+    def traced(*refs: Any, **scratch: Any) -> None:  # JAX may trace it again, after the call
         before = _interpreted.set(interpret)
         try:
             with jax.enable_x64(False):
-                return made(*arrays)
+                body(*refs, **scratch)
         finally:
             _interpreted.reset(before)
+
+    how = plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
+    made: Callable[..., Any] = plgpu.kernel(traced, interpret=how, **options)
+
+    def call(*arrays: Any) -> Any:
+        with jax.enable_x64(False):
+            return made(*arrays)
 
     return call
 

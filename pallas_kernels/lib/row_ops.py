@@ -210,6 +210,8 @@ def maxima(
 def any_of_warp(flags: Bool[Array, "..."], *, layout: Any) -> Int[Array, ""]:
     """Returns 1 if any flag of the warp is set, without waiting for other warps.
 
+    The interpreter reduces over all warps.
+
     Args:
       flags: Flags in registers.
       layout: Layout of the flags.

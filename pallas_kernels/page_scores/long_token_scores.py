@@ -152,7 +152,7 @@ def _find_page_scores(
         return _read_words(powers_ref.at[sequence], first, there, sizes=sizes)
 
     def write_page_scores(read: Array) -> None:
-        sums, page_scores = _add_heads(read, factors, sizes=sizes), page_scores_ref.at[sequence]
+        sums, page_scores = _add_heads(read, factors), page_scores_ref.at[sequence]
         layout = _columns_layout(_PACKED)
         place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
         columns = jnp.where(place < sizes.count, first + place, page_scores.shape[0])
@@ -167,7 +167,7 @@ def _find_page_scores(
 
     if ops.is_interpreted():
         make_factors()
-        sums = _add_heads(read_words(), factors, sizes=sizes)
+        sums = _add_heads(read_words(), factors)
         _write_interpreted(sums, part, there, page_scores_ref.at[sequence], sizes=sizes)
         return
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -263,15 +263,12 @@ def _read_words(
     return read
 
 
-def _add_heads(
-    read: Shaped[Array, "N W"], factors: Any, *, sizes: _Sizes
-) -> Float[Array, "*one columns"]:
+def _add_heads(read: Shaped[Array, "N W"], factors: Any) -> Float[Array, "*one columns"]:
     """Sums a part's columns over heads.
 
     Args:
       read: Result of `_read_words`.
       factors: One factor per head, in shared memory.
-      sizes: Static parameters of the call.
     """
     if ops.is_interpreted():
         weights = jnp.broadcast_to(factors[...][: read.shape[0], None], read.shape)

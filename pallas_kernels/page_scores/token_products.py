@@ -3,8 +3,8 @@
     max_logits[p, j, n] = max_{s in page p of block j} q'_n · scale_j quantized_s
     shared[j, n]   = q_n · zero_point_j
 
-A page has 16 keys, a quarter of a block. `zero_point` is a block's zero point, `scale_exponent` its
-scale.
+A page has 16 keys, a quarter of a block. `zero_point` is a block's zero point, `scale_j` its
+scale, `2 ** scale_exponent`.
 
 A warp has whole blocks of one key/value head and shares nothing with other warps. It copies a
 block's quantized keys and scales to shared memory (`cp.async`), `_STAGES - 1` blocks ahead. A

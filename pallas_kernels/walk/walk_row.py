@@ -316,9 +316,9 @@ def _largest_of_rows(x: Float[Array, "R C"]) -> Float[Array, "R"]:
     return jnp.max(jnp.abs(x), axis=1)
 
 
-def _shifts_by(peaks: Float[Array, "R"], top: int) -> Int[Array, "R"]:
+def _shifts_by(largest: Float[Array, "R"], top: int) -> Int[Array, "R"]:
     """Returns exponents of the powers of two that scale rows with these maxima to `2^top`."""
-    return jnp.minimum(top - exponent_of(peaks), LARGEST_EXPONENT)
+    return jnp.minimum(top - exponent_of(largest), LARGEST_EXPONENT)
 
 
 def _write_parts(x: Float[Array, "R C"], shift: Int[Array, "R"], parts: Any) -> None:
@@ -562,15 +562,15 @@ class _Tiles:
     def _score_chunks(self, query_tile: Array, state: Array, *, is_only: bool) -> _Scores:
         """Does `_score` for several chunks, which are read twice: for maxima, and for products."""
         keys, queries = (self.memory.operands[1].at[x] for x in (self.key_slot, self.query_slot))
-        peaks = []
+        largest = []
         for part in range(self.tiling.num_chunks):
             is_first = part == 0
             self._fetch(query_tile, part, is_first=is_first, is_started=is_first and is_only)
             both = self._load_keys(), self._load_queries(query_tile, part)
-            peaks.append([_largest_of_rows(x) for x in both])
+            largest.append([_largest_of_rows(x) for x in both])
         key_shift, shift = (
             _shifts_by(functools.reduce(jnp.maximum, x), self.tiling.top)
-            for x in zip(*peaks, strict=True)
+            for x in zip(*largest, strict=True)
         )
 
         def write(part: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cli import bench, calibrate, chat, demo, evaluate, generate, info
@@ -40,8 +41,18 @@ def _function(command: Any) -> Callable[..., None]:
     return run
 
 
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Removes the `<bool>` that Typer writes after its own `--help`."""
+        found = super().get_params(ctx)
+        for one in found:
+            if "--help" in one.opts:
+                one.metavar = ""
+        return found
+
+
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_function(_command))
+    app.command(_name, cls=_Command)(_function(_command))
 
 
 def _print_version(is_wanted: bool) -> bool:

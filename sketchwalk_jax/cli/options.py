@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import typer
@@ -24,7 +24,7 @@ from sketchwalk_jax.models.config import SAVED_CONFIG_FILE, ModelConfig
 from sketchwalk_jax.models.family import read_json
 from sketchwalk_jax.models.gguf_header import import_gguf
 from sketchwalk_jax.models.hub import bundled_model, find_checkpoint
-from sketchwalk_jax.models.params import Params
+from sketchwalk_jax.models.params import QUANTIZED_DTYPES, Params
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import load
 from sketchwalk_jax.plan import Plan
@@ -41,6 +41,7 @@ from sketchwalk_jax.policies.base import PrefillPolicy
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.progress import elapsed
 from sketchwalk_jax.sharding import Placement, place
+from sketchwalk_jax.validation import DTYPES, check_choice
 
 METHOD, TEXT, SAMPLING, OUTPUT = "Method", "Text", "Choice of tokens", "Output"
 
@@ -127,18 +128,24 @@ class Command(abc.ABC):
         "GGUF file, or ORG/NAME on the Hugging Face hub.",
         default="the small model that ships with the package",
     )
-    dtype: Literal["float32", "float16", "bfloat16"] | None = field(
-        "--dtype float32|float16|bfloat16",
+    dtype: str | None = field(
+        f"--dtype {'|'.join(DTYPES)}",
         "Type of weights and cache.",
         METHOD,
         "float32 on CPU, else the checkpoint's",
     )
-    weights: Literal["float8", "int8"] | None = field(
-        "--weights float8|int8",
+    weights: str | None = field(
+        f"--weights {'|'.join(QUANTIZED_DTYPES)}",
         "Eight bits for the weights of linear layers.",
         METHOD,
         "as stored, in --dtype",
     )
+
+    def __post_init__(self) -> None:
+        """Checks the choices that all commands have."""
+        with usage_errors():
+            check_choice("--dtype", self.dtype, (*DTYPES, None))
+            check_choice("--weights", self.weights, (*QUANTIZED_DTYPES, None))
 
     @abc.abstractmethod
     def run(self) -> None:

@@ -250,13 +250,13 @@ def fit_rules(
                 settings = fitted.settings | {"thresholds": list(policy.thresholds)}
                 fitted = dataclasses.replace(fitted, policy=policy, settings=settings)
             else:
-                fitted = _fit_knob(rule, params, *prompts, model_config, batch=size)
+                fitted = _fit_threshold(rule, params, *prompts, model_config, batch=size)
         if fitted.settings != {}:
             found[rule] = fitted
     return found
 
 
-def _fit_knob(
+def _fit_threshold(
     rule: Rule,
     params: PyTree,
     tokens: Int[np.ndarray, "P T"],

@@ -485,9 +485,17 @@ def plot_needle_depth(
 ) -> "Figure":
     """Plots how often a needle is found by its depth and the length: a panel for each policy.
 
-    Arguments and errors as in `plot_accuracy`; `density` is the nominal density, by default the
-    highest below 1. There must be rows of `single_needle` by depth. Cells without a measurement are
-    left white.
+    Args:
+      rows: Rows of one evaluation, with rows of `single_needle` by depth among them.
+      phase: Phase in which selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      density: Nominal density; the highest below 1 by default.
+
+    Returns:
+      The figure. Cells without a measurement are left white.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If there are no such rows.
 
     Example:
       >>> plot_needle_depth(read_results("quality.json").rows, density=0.1)  # doctest: +SKIP
@@ -559,12 +567,22 @@ def plot_by_layer(
     density: float | None = None,
     tokens: int | None = None,
 ) -> "Figure":
-    """Plots the probe's measurements layer by layer, a line for each policy, means over tasks.
+    """Plots the probe's measurements layer by layer, a line for each policy.
 
-    Arguments and errors as in `plot_needle_depth`, and `tokens` is by default the longest length
-    with such values. `field` is `"mass_recall_by_layer"`, the share of dense attention's mass that
-    the selected blocks hold, or `"output_error_by_layer"`, `‖sparse - dense‖ / ‖dense‖` of
-    attention's output.
+    Args:
+      rows: Rows of one evaluation; values are means over its tasks.
+      field: `"mass_recall_by_layer"`, the share of dense attention's mass that the selected blocks
+        hold, or `"output_error_by_layer"`, `‖sparse - dense‖ / ‖dense‖` of attention's output.
+      phase: Phase in which selection is sparse: `"prefill"`, `"decode"` or `"both"`.
+      density: Nominal density; the highest below 1 by default.
+      tokens: Prompt length; the longest with such values by default.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If no row has such values.
 
     Example:
       >>> plot_by_layer(read_results("quality.json").rows)  # doctest: +SKIP

@@ -46,8 +46,11 @@ def evaluate(
     text: Text | None = None,
     dtype: str | None = None,
     sharding: Placement | None = None,
+    out: str | os.PathLike[str] = "quality.json",
+    overwrite: bool = False,
+    seconds: float | None = None,
+    other_code: bool = False,
     progress: bool = False,
-    **options: Any,
 ) -> dict[str, Any]:
     """Measures the quality of selections on a checkpoint, and writes it to a file as it goes.
 
@@ -58,8 +61,13 @@ def evaluate(
       dtype: Type of weights and cache; by default float32 on CPUs, else the checkpoint's.
       sharding: Placement on a mesh of devices of this host, from `sharding.place`; one device by
         default. Answers differ only by rounding.
+      out: File of the results. An existing file is continued: its rows are not run again.
+      overwrite: Whether to replace an existing file instead.
+      seconds: Time after which no further prompts are begun; finished rows are kept, and another
+        call continues. No limit by default.
+      other_code: Whether to continue a file that another version of this package began, which is
+        refused by default; each row then names its version.
       progress: Whether to show progress on standard error.
-      **options: Further options of `evaluate_model`: `out`, `overwrite`, `seconds`, `other_code`.
 
     Returns:
       As `evaluate_model`.
@@ -84,7 +92,16 @@ def evaluate(
     params, model_config = load(directory, dtype=dtype, sharding=sharding, progress=progress)
     model = {"name": checkpoint_name(directory), "sha256": hash_weights(directory)}
     own: dict[str, Any] = {"text": text, "model": model, "config": config, "progress": progress}
-    return evaluate_model(params, model_config, tokenizer, **own, **options)
+    return evaluate_model(
+        params,
+        model_config,
+        tokenizer,
+        **own,
+        out=out,
+        overwrite=overwrite,
+        seconds=seconds,
+        other_code=other_code,
+    )
 
 
 def evaluate_model(

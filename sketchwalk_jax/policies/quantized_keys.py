@@ -202,8 +202,8 @@ def encode(
     low = jnp.min(jnp.where(counts, x, LARGEST), axis=2)
     high = jnp.max(jnp.where(counts, x, -LARGEST), axis=2)
     has_key = jnp.any(counts, axis=2)
-    # `astype` alone fails: on GPUs, XLA drops a rounding that is undone right after. The codes
-    # would then be relative to an unrounded zero point that is not stored.
+    # `astype` alone fails: on GPUs, XLA drops a rounding that is undone right after. The quantized
+    # keys would then be relative to an unrounded zero point that is not stored.
     bits = jnp.finfo(jnp.bfloat16)
     zero_point = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0)
     zero_point = jax.lax.reduce_precision(zero_point, bits.nexp, bits.nmant)

@@ -1,6 +1,6 @@
 """Dense attention through cuDNN: its arguments and, on a GPU, its results.
 
-On a machine with an NVIDIA GPU: `JAX_PLATFORMS=cuda python -m pytest
+On a machine with an NVIDIA GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -n 0
 tests/attention/test_cudnn_attention.py`
 """
 

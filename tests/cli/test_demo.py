@@ -126,7 +126,7 @@ def test_answer_is_right_if_it_begins_with_the_code(text):
 
 
 @pytest.mark.parametrize("text", ["1234", "123456.", "12345th", "no 12345.", ""])
-def test_answer_is_wrong_otherwise(text):
+def test_answer_is_wrong_if_it_does_not_begin_with_the_code(text):
     assert not Fact("river", "12345", 7).is_answer(text)
 
 

@@ -2,7 +2,8 @@
 
 Hopper's takes eight-bit weights. The other one, for GPUs from Ampere on, takes 16 bits.
 
-With a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/decode_matmul/test_decode_matmul_kernel.py`.
+With a GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -n 0
+tests/decode_matmul/test_decode_matmul_kernel.py`.
 """
 
 import functools

@@ -45,7 +45,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would(axes, message):
         sharding.place(mesh(**axes), MESH_MODEL)
 
 
-def test_other_refusals():
+def test_calls_that_a_mesh_cannot_share_are_refused():
     with pytest.raises(ValueError, match="axes of type Auto"):
         sharding.place(mesh(AxisType.Explicit, data=2), MESH_MODEL)
     where = sharding.place(mesh(sequence=2), MESH_MODEL)

@@ -98,7 +98,7 @@ def update_statistics(policy, key, stored, span, *, kernel_config):
     return policy.update_statistics(key, key, stored, span=span, kernel_config=kernel_config)
 
 
-def observe_with_and_without(policy, own, pair, span, *, key, ends):
+def update_with_and_without(policy, own, pair, span, *, key, ends):
     """Adds keys to the codes of the kernel and of plain JAX, which must be the same."""
     pair = [
         update_statistics(policy, jnp.asarray(own), stored, span, kernel_config=kernel_config)
@@ -112,7 +112,7 @@ def observe_with_and_without(policy, own, pair, span, *, key, ends):
 
 @pytest.mark.parametrize("kind", slow_unless("hostile".__eq__, ["random", "hostile"]))
 @pytest.mark.parametrize("case", slow_unless("one piece".__eq__, UPDATED))
-def test_codes_are_those_of_plain_jax(case, kind):
+def test_quantized_keys_are_those_of_plain_jax(case, kind):
     kv_heads, head_dim, dtype, calls = UPDATED[case]
     key = drawn_keys(kv_heads, head_dim, dtype, kind)
     policy = SketchWalkConfig.recommended()
@@ -122,13 +122,13 @@ def test_codes_are_those_of_plain_jax(case, kind):
     for ends in map(np.array, calls):
         ends = np.maximum(ends, starts)
         own, span = piece(key, starts, ends)
-        pair = observe_with_and_without(policy, own, pair, span, key=key, ends=ends)
+        pair = update_with_and_without(policy, own, pair, span, key=key, ends=ends)
         starts = ends
 
 
 @pytest.mark.parametrize("kind", slow_unless("hostile".__eq__, ["random", "hostile"]))
 @pytest.mark.parametrize("head_dim", slow_unless((64).__eq__, [64, 128]))
-def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
+def test_quantized_keys_of_tokens_are_those_of_plain_jax(head_dim, kind):
     key = drawn_keys(2, head_dim, "bfloat16", kind)
     policy, shape = SketchWalkConfig.recommended(), LayerShape(2, 2, head_dim, jnp.bfloat16)
     stored = policy.init_statistics(shape, batch=3, num_blocks=4)
@@ -141,12 +141,12 @@ def test_codes_of_tokens_are_those_of_plain_jax(head_dim, kind):
         own = np.where(active[:, None, None, None], own, np.asarray(np.nan, own.dtype))
         span = Span.of_tokens(jnp.asarray(starts, jnp.int32), SIZE, jnp.asarray(active))
         starts = starts + active
-        pair = observe_with_and_without(policy, own, pair, span, key=key, ends=starts)
+        pair = update_with_and_without(policy, own, pair, span, key=key, ends=starts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2 * SIZE, 1])
-def test_codes_of_one_layer_leave_the_others_alone(tokens):
+def test_quantized_keys_of_one_layer_leave_the_others_alone(tokens):
     key, policy = drawn_keys(2, 64, "bfloat16", "random"), SketchWalkConfig.recommended()
     shape = LayerShape(2, 2, 64, jnp.bfloat16)
     one = policy.init_statistics(shape, batch=3, num_blocks=4)
@@ -183,7 +183,7 @@ def test_codes_of_one_layer_leave_the_others_alone(tokens):
     ("dtype", "head_dim", "size"),
     [(jnp.float32, 64, 64), (jnp.bfloat16, 32, 64), (jnp.bfloat16, 64, 32)],
 )
-def test_codes_that_the_kernel_does_not_take_are_made_in_plain_jax(dtype, head_dim, size):
+def test_quantized_keys_that_the_kernel_does_not_take_are_made_in_plain_jax(dtype, head_dim, size):
     policy = SketchWalkConfig.recommended(block_size=size, representatives=4)
     shape = LayerShape(1, 1, head_dim, dtype)
     stored = policy.init_statistics(shape, batch=1, num_blocks=2)

@@ -63,7 +63,7 @@ CUTS = [(5, 9, 3 * SIZE - 1), (), (2 * SIZE,), (SIZE - 1, SIZE)]
 
 
 @pytest.mark.parametrize("cuts", slow_unless(CUTS[0].__eq__, CUTS))
-def test_pieces_give_the_codes_of_the_whole(cuts):
+def test_pieces_give_the_quantized_keys_of_the_whole(cuts):
     key, none = draw(), np.zeros_like(LENGTHS)
     whole = add(empty(), key, none, LENGTHS)
     pieces, begin = empty(), none
@@ -74,7 +74,7 @@ def test_pieces_give_the_codes_of_the_whole(cuts):
     assert_same(pieces, whole)
 
 
-def test_tokens_give_the_codes_of_the_whole():
+def test_tokens_give_the_quantized_keys_of_the_whole():
     key = draw()
     whole = add(empty(), key, np.zeros_like(LENGTHS), LENGTHS)
     start = np.array([4 * SIZE + 3, 2 * SIZE])
@@ -90,7 +90,7 @@ def test_tokens_give_the_codes_of_the_whole():
     assert_same(stored, whole)
 
 
-def test_codes_are_those_of_the_specification_and_near_the_keys():
+def test_quantized_keys_are_those_of_the_specification_and_near_the_keys():
     key = draw()
     stored = add(empty(), key, np.zeros_like(LENGTHS), LENGTHS)
     beside = np.asarray(stored.dequantized_offsets(jnp.asarray(0), BLOCKS, jnp.float32))
@@ -111,7 +111,7 @@ def test_codes_are_those_of_the_specification_and_near_the_keys():
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e30])
-def test_keys_of_any_size_have_codes(scale):
+def test_keys_of_any_size_have_quantized_keys(scale):
     key = (np.random.default_rng(0).normal(size=(1, 1, SIZE, 1, 2)) * scale).astype(np.float32)
     quantized, zero_point, scale_exponent = encode(jnp.asarray(key), jnp.ones((1, 1, SIZE), bool))
     assert int(scale_exponent.min()) >= -9 and int(scale_exponent.max()) <= 6

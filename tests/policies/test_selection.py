@@ -93,7 +93,7 @@ LARGEST = float(np.finfo(np.float32).max)
         ([LARGEST, LARGEST, 1.0, -LARGEST, LARGEST, 0.0], 4, 3, 2, [0, 3, 4]),
     ],
 )
-def test_ties_of_zeros_and_forced_blocks(scores, row, count, local, wanted):
+def test_zeros_are_ties_and_forced_blocks_win(scores, row, count, local, wanted):
     selection = SELECT(
         np.array([[scores]], np.float32),
         np.array([[row]], np.int32),

@@ -49,13 +49,13 @@ FILES = {
         "@pytest.fixture\ndef unused(): return 1\n"
         "@pytest.fixture(autouse=True)\ndef of_all(): return 1\n"
     ),
-    "tests/helper.py": "def help(): return 1\ndef other(): return 1\n",
+    "tests/area/helper.py": "def help(): return 1\ndef other(): return 1\n",
     "tests/test_one.py": (
         "import helper\nimport sketchwalk_jax as sw\n"
         "def test_it(own):\n    sw.load()\n    helper.help()\n"
         "script = 'measure.py'\npage = 'PAGE.md'\n"
     ),
-    "tests/test_two.py": (
+    "tests/area/test_two.py": (
         "import pytest\nfrom sketchwalk_jax.load import unload\n"
         "pytestmark = [pytest.mark.slow, pytest.mark.interpreted]\ndef test_it(): unload()\n"
     ),
@@ -112,11 +112,11 @@ def test_a_module_reaches_what_it_uses_by_name(project):
         "sketchwalk_jax/table.json:*",
         "tests/conftest.py:of_all",
         "tests/conftest.py:own",
-        "tests/helper.py:help",
+        "tests/area/helper.py:help",
         "tests/runtime_checks.py:*",
         "tests/test_one.py:*",
     }
-    assert checks.has_long_variants(project / "tests" / "test_two.py")
+    assert checks.has_long_variants(project / "tests" / "area" / "test_two.py")
     assert not checks.has_long_variants(project / "tests" / "test_one.py")
 
 
@@ -139,11 +139,11 @@ BOTH = ["test_one.py", "test_two.py"]
         ("pyproject.toml", "jax==1", "jax==2", BOTH),
         ("sketchwalk_jax/load.py", "Loads.", "Reads.", []),
         ("sketchwalk_jax/late.py", "run()\n", "run()  # later\n", []),
-        ("tests/test_two.py", "unload()", "unload(1)", ["test_two.py"]),
+        ("tests/area/test_two.py", "unload()", "unload(1)", ["test_two.py"]),
         ("tests/conftest.py", "unused(): return 1", "unused(): return 2", []),
         ("tests/conftest.py", "own(): return 1", "own(): return 2", ["test_one.py"]),
         ("tests/conftest.py", "of_all(): return 1", "of_all(): return 2", BOTH),
-        ("tests/helper.py", "other(): return 1", "other(): return 2", []),
+        ("tests/area/helper.py", "other(): return 1", "other(): return 2", []),
     ],
 )
 def test_a_module_is_stale_where_a_change_can_break_it(project, file, old, new, stale):
@@ -161,13 +161,14 @@ def test_a_module_is_stale_where_a_change_can_break_it(project, file, old, new, 
 def test_the_nearest_modules_come_first_and_some_are_recorded_alone(project, capsys):
     checks_of(project).main(["--record", "tests/test_one.py"])
     checks_of(project).main([])
-    assert capsys.readouterr().out.splitlines() == ["tests/test_two.py (long): never recorded"]
+    assert capsys.readouterr().out.splitlines() == ["tests/area/test_two.py (long): never recorded"]
     record(project)
-    (project / "tests" / "test_two.py").write_text(FILES["tests/test_two.py"] + "x = 1\n")
+    path = "tests/area/test_two.py"
+    (project / path).write_text(FILES[path] + "x = 1\n")
     (project / "sketchwalk_jax" / "late.py").write_text("def late(): ...\n")
     checks_of(project).main([])
     assert capsys.readouterr().out.splitlines() == [
-        "tests/test_two.py (long): tests/test_two.py, sketchwalk_jax/late.py",
+        "tests/area/test_two.py (long): tests/area/test_two.py, sketchwalk_jax/late.py",
         "tests/test_one.py (default): sketchwalk_jax/late.py",
     ]
 

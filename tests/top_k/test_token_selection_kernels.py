@@ -304,7 +304,8 @@ def test_tokens_get_the_lists_that_they_get_on_hopper(gpu, shape, kind):
 def test_long_caches_are_spread(tokens, batch, is_spread):
     case = PageScoresCase(heads=32, kv_heads=8, head_dim=128, blocks=tokens // SIZE, batch=batch)
     function, arguments = case.program()
-    assert ("token_page_scores" in str(jax.make_jaxpr(function)(*arguments))) == is_spread
+    text = str(jax.make_jaxpr(function)(*arguments))
+    assert "token_lists" in text and ("token_page_scores" in text) == is_spread
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 The module tests the whole policy, then each kernel on edge cases, then the choice of kernels.
 Kernels run in Pallas' interpreter (by default one case of each), in the emulator (CONTRIBUTING.md),
-or on a Hopper GPU: `JAX_PLATFORMS=cuda python -m pytest tests/walk/test_kernel_selection.py`
+or on a Hopper GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -n 0
+tests/walk/test_kernel_selection.py`
 """
 
 import functools

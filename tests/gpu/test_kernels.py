@@ -3,7 +3,7 @@
 Tests run Hopper's kernels and those for GPUs from Ampere on, which take GPUs in turn as compiled.
 Some tests call the public functions.
 
-On a machine with a GPU: `JAX_PLATFORMS=cuda python -m pytest tests/kernels/test_kernels.py`
+On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -n 0 tests/gpu/test_kernels.py`
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import pytest
 from attention_cases import AttentionKernelCase, Decode, Pages, Prefill
 from kernel_draws import KERNELS, ON_GPU
 from tolerances import TOLERANCES, tolerance
-from variants import RUNS_COMPILED
+from variants import INTERPRET, RUNS_COMPILED
 
 from sketchwalk_jax import (
     BlockSelection,
@@ -300,6 +300,28 @@ def test_public_functions_take_the_kernels(name):
         np.testing.assert_allclose(
             lse[row, upto], wanted_lse[row, upto], **tolerance("lse", case.dtype)
         )
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the interpreter has other code")
+def test_a_kernel_under_vmap_is_interpreted_too():
+    """`vmap` traces the kernel of a jitted function again, after the call."""
+    case = Decode(**SHORT, head_dim=64)
+    (query, key, value, ids, counts, layer, lengths, _), _ = kernel_draws.draw_attention(case, 0)
+    key, value = (jnp.nan_to_num(x) for x in (key, value))
+    lists = BlockSelection(ids, counts, 64)
+
+    def attend(query, implementation):
+        options = {"layer": layer, "kv_lengths": lengths, "kernel_config": KERNELS}
+        return block_sparse_decode(
+            query, key, value, lists, implementation=implementation, **options
+        )
+
+    found, wanted = (
+        jax.vmap(functools.partial(attend, implementation=x))(jnp.stack([query, -query]))
+        for x in ("mosaic_gpu", "xla")
+    )
+    pair = (np.asarray(x, np.float32) for x in (found, wanted))
+    np.testing.assert_allclose(*pair, **tolerance("attention", case.dtype))
 
 
 @pytest.mark.slow
