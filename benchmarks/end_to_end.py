@@ -134,7 +134,7 @@ PARTS = {
         "block_scores",
         "dequantized_offsets",
         "max_logits",
-        "page_scores",
+        "page_scores_kernel",
         "token_scores",
     ),
     "walk and lists": ("select", "token_page_scores", "token_lists", "walk"),
