@@ -177,6 +177,16 @@ def write_checkpoint(
     return tensors
 
 
+def write_letters_only(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes the tensors with a head that chooses only letters of the byte-level tokenizer.
+
+    So the texts of the model encode to the tokens that it wrote.
+    """
+    is_letter = [chr(byte).isalpha() and byte < 128 for byte in range(256)]
+    tensors["lm_head.weight"] *= np.float32(is_letter)[:, None]
+    write_tensors(directory, tensors)
+
+
 def write_adapter(directory: Path) -> None:
     """Writes the files that peft's `save_pretrained` and a trainer leave for a LoRA adapter."""
     directory.mkdir(parents=True, exist_ok=True)

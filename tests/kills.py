@@ -23,8 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[1]
 
 # Each continues after the last kill, and prints a number when a version is finished.
@@ -168,9 +166,7 @@ def prompts(folder: Path) -> Run:
 
     model, lines = folder / "model", folder / "prompts.jsonl"
     tensors = checkpoints.write_checkpoint(model, tokenizer=True)
-    is_letter = [chr(byte).isalpha() and byte < 128 for byte in range(256)]
-    tensors["lm_head.weight"] *= np.float32(is_letter)[:, None]
-    checkpoints.write_tensors(model, tensors)
+    checkpoints.write_letters_only(model, tensors)
     texts = [f"{'walk ' * (n % 7)}{n}" for n in range(200)]
     lines.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
 
