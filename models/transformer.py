@@ -43,7 +43,7 @@ class LayerWeights:
 
     Attributes:
       stacks: Stacked parameters of all layers.
-      layer: The layer.
+      layer: The layer, or `None` if the parameters are of one layer only.
       eps: Epsilon of the norms.
       multiply: The decode matmul kernel for few rows (`linear_of_rows`), or `None` for XLA. XLA
         first copies the layer's weights out of their stack, one read and one write, cheap compared
@@ -54,7 +54,7 @@ class LayerWeights:
     """
 
     stacks: PyTree
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | None
     eps: float
     multiply: Multiply | None
     swiglu_quantize: SwigluQuantize | None = None
@@ -76,13 +76,13 @@ class LayerWeights:
         """
         stacks = [self.stacks[name] for name in names]
         inputs = len(equation.split(",")[0]) - 2  # contracted axes of the input
-        is_quantized = "quantized" in stacks[0]
+        is_quantized, is_stacked = "quantized" in stacks[0], int(self.layer is not None)
         if is_quantized:
             weights = [one["quantized"] for one in stacks]
-            outputs = [one["scales"].shape[1:] for one in stacks]
+            outputs = [one["scales"].shape[is_stacked:] for one in stacks]
         else:
             weights = [one["kernel"] for one in stacks]
-            outputs = [one.shape[1 + inputs :] for one in weights]
+            outputs = [one.shape[is_stacked + inputs :] for one in weights]
         found = None
         if self.multiply is not None:
             matrices: dict[str, Array] = {}
@@ -146,6 +146,8 @@ class LayerWeights:
         return multiply_gated(self.swiglu_quantize, self.norm(x, "mlp_norm"), weights)
 
     def _own(self, x: Array) -> Array:
+        if self.layer is None:
+            return x
         return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
 
@@ -265,6 +267,57 @@ def unembed(
     return logits.astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Columns of prompts in which layers compute at a time what each token needs by itself.
+
+    A program for prompts up to some length then computes little more than shorter ones need.
+
+    Attributes:
+      size: Columns of a tile, a divisor of all columns.
+      count: Number of tiles that hold tokens.
+    """
+
+    size: int
+    count: Int[Array, ""]
+
+    def is_whole(self, x: Float[Array, "B T *rest"]) -> bool:
+        """Whether one tile holds all columns."""
+        return x.shape[1] == self.size
+
+
+def by_tiles(
+    function: Callable[..., tuple[Array, ...]],
+    updated: tuple[Float[Array, "B T *rest"], ...],
+    written: tuple[Float[Array, "B T *rest"], ...],
+    *arrays: Float[Array, "B T *rest"],
+    tiles: Tiles,
+) -> tuple[Float[Array, "B T *rest"], ...]:
+    """Applies a function of each token, a tile at a time.
+
+    Args:
+      function: `(*updated, *arrays) -> (*updated, *written)`.
+      updated: Arrays that the function reads and replaces.
+      written: Arrays for the other results; their values do not matter.
+      *arrays: Arrays that the function only reads.
+      tiles: The tiles.
+
+    Returns:
+      `(*updated, *written)`, unchanged after the last tile.
+    """
+    if tiles.is_whole(arrays[0]):
+        return function(*updated, *arrays)
+
+    def one(index: Int[Array, ""], found: tuple[Array, ...]) -> tuple[Array, ...]:
+        start, size = index * tiles.size, tiles.size
+        given = (*found[: len(updated)], *arrays)
+        new = function(*(jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in given))
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
+        return tuple(write(x, part) for x, part in zip(found, new, strict=True))
+
+    return jax.lax.fori_loop(0, tiles.count, one, (*updated, *written))
+
+
 def run_layers(
     params: PyTree,
     hidden: Float[Array, "B T D"],
@@ -275,6 +328,7 @@ def run_layers(
     layers: Sequence[tuple[range, Attend]],
     multiply: Multiply | None = None,
     swiglu_quantize: SwigluQuantize | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Float[Array, "B T D"], PyTree, list[PyTree]]:
     """Runs the layers, one `jax.lax.scan` over each range of them.
 
@@ -288,39 +342,74 @@ def run_layers(
       `(query, key, value, layer, state) -> (output, state, aux)`.
      multiply: The decode matmul kernel for few rows, or `None` for XLA.
      swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for XLA.
+     tiles: Tiles of tokens, or `None` to compute all columns at once.
 
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
     """
     found = []
     cos, sin = rope_cos_sin(positions, rope=model_config.rope, head_dim=model_config.head_dim)
+    last = model_config.num_layers - 1
 
-    def layer_step(
-        carry: tuple[Array, PyTree, Array], layer: Int[Array, ""] | None, attend: Attend
-    ) -> Any:
-        hidden, state, count = carry
-        layer = count if layer is None else layer
-        eps = model_config.rms_norm_eps
-        weights = LayerWeights(params["layers"], layer, eps, multiply, swiglu_quantize)
+    def weights_of(layer: Int[Array, ""]) -> LayerWeights:
+        own: tuple[PyTree, Int[Array, ""] | None] = params["layers"], layer
+        if tiles is not None:  # take a layer's weights out once, not for every tile
+            take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+            own = jax.tree.map(take, params["layers"]), None
+        return LayerWeights(*own, model_config.rms_norm_eps, multiply, swiglu_quantize)
+
+    def before(weights: LayerWeights, hidden: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
+        """Queries, keys and values of tokens."""
         with jax.named_scope("attention"):
             names = "query", "key", "value"
             query, key, value = weights.linear(hidden, names, "btd,dnh->btnh", norm="attn_norm")
             if model_config.qk_norm:
                 query, key = weights.norm(query, "query_norm"), weights.norm(key, "key_norm")
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-            out, state, aux = attend(query, key, value, layer, state)
+            return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def after(weights: LayerWeights, hidden: Array, out: Array) -> Array:
+        """Output of a layer for tokens, from their attention."""
+        with jax.named_scope("attention"):
             (out,) = weights.linear(out, ("out",), "btnh,nhd->btd")
             hidden = hidden + out
         with jax.named_scope("mlp"):
-            hidden = hidden + weights.mlp(hidden)
-        return (hidden, state, count + 1), aux
+            return hidden + weights.mlp(hidden)
 
+    def layer_step(
+        carry: tuple[Array, PyTree, Array, Any], layer: Int[Array, ""] | None, attend: Attend
+    ) -> Any:
+        hidden, state, count, qkv = carry
+        layer = count if layer is None else layer
+        weights = weights_of(layer)
+        if tiles is None:
+            qkv = before(weights, hidden, cos, sin)
+        with jax.named_scope("attention"):
+            out, state, aux = attend(*qkv, layer, state)
+        if tiles is None:
+            return (after(weights, hidden, out), state, count + 1, None), aux
+        # One loop over tiles ends this layer and begins the next, since each loop on a GPU waits
+        # for the host. The last layer begins itself once more, for nothing.
+        following = weights_of(jnp.minimum(layer + 1, last))
+
+        def between(hidden: Array, out: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
+            hidden = after(weights, hidden, out)
+            return hidden, *before(following, hidden, cos, sin)
+
+        hidden, *qkv = by_tiles(between, (hidden,), qkv, out, cos, sin, tiles=tiles)
+        return (hidden, state, count + 1, tuple(qkv)), aux
+
+    qkv = None
+    if tiles is not None:
+        begin = functools.partial(before, weights_of(jnp.zeros((), jnp.int32)))
+        like = jax.eval_shape(begin, hidden, cos, sin)
+        nothing = tuple(jnp.zeros(x.shape, x.dtype) for x in like)
+        qkv = by_tiles(begin, (), nothing, hidden, cos, sin, tiles=tiles)
     for part, attend in layers:
         step = functools.partial(layer_step, attend=attend)
         # Reading the layer index from an array costs a launch; a counter costs none. But if XLA can
         # foresee the index and copies weights, it does not copy them by kernels.
         numbers = None if multiply else jnp.arange(part.start, part.stop, dtype=jnp.int32)
-        carry = hidden, state, jnp.asarray(part.start, jnp.int32)
-        (hidden, state, _), aux = jax.lax.scan(step, carry, numbers, length=len(part))
+        carry = hidden, state, jnp.asarray(part.start, jnp.int32), qkv
+        (hidden, state, _, qkv), aux = jax.lax.scan(step, carry, numbers, length=len(part))
         found.append(aux)
     return hidden, state, found

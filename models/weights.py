@@ -45,6 +45,7 @@ from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.plans import fingerprint as fingerprint
 from sketchwalk_jax.models.quantized import quantize_rows
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES, TensorFiles
+from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.progress import progress_bar
 from sketchwalk_jax.validation import DTYPES, check_dtype
 
@@ -93,6 +94,7 @@ def load(
     sharding: ParamsSharding = None,
     progress: bool = True,
     use_plan: bool = True,
+    before_reading: Callable[[Params, ModelConfig], object] | None = None,
 ) -> tuple[Params, ModelConfig]:
     """Loads a checkpoint: a directory, a GGUF file, or a model of the Hugging Face hub by its name.
 
@@ -122,6 +124,8 @@ def load(
         second. If standard error is not a terminal, a line is printed every half minute.
       use_plan: Whether to use the plan that `sketchwalk calibrate` wrote next to the checkpoint, if
         any. A plan of another checkpoint is refused.
+      before_reading: Called with the shapes of the parameters and the configuration before the
+        weights are read, for example to compile meanwhile; not for a directory of `save`.
 
     Returns:
       The parameters and the model's configuration. The configuration includes the plan, and its
@@ -158,10 +162,16 @@ def load(
         with contextlib.ExitStack() as stack:
             files, sources, model_config = find(directory, stack)
             shapes = param_shapes(model_config, target, weights=weights)
+            if before_reading is not None:
+                before_reading(shapes, _complete(model_config, plan, shapes))
             params = _read_params(files, sources, shapes, sharding, progress=progress)
-    # The config takes the loaded dtype, which is the default of `init_cache`.
+    return params, _complete(model_config, plan, params)
+
+
+def _complete(model_config: ModelConfig, plan: Plan | None, params: Params) -> ModelConfig:
+    """Adds the plan, and the dtype of the parameters, which is the default of `init_cache`."""
     loaded = params["embed"]["embedding"].dtype.name
-    return params, dataclasses.replace(model_config, plan=plan, dtype=loaded)
+    return dataclasses.replace(model_config, plan=plan, dtype=loaded)
 
 
 def _find_in_directory(

@@ -1,9 +1,11 @@
 """Text in, text out: a model, its tokenizer and a policy in one object."""
 
+import contextlib
 import dataclasses
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, overload
@@ -18,7 +20,8 @@ from sketchwalk_jax.calibration import set_density
 from sketchwalk_jax.inference.auto import Auto, Choice, check_policy_or_auto, default_policy
 from sketchwalk_jax.inference.cache import Cache, Density
 from sketchwalk_jax.inference.calls import cache_bytes
-from sketchwalk_jax.inference.generation import Generate, Stream, make_generate
+from sketchwalk_jax.inference.compiled import keep_by_default
+from sketchwalk_jax.inference.generation import Generate, Stream, for_stream, make_generate
 from sketchwalk_jax.inference.padding import bucket_length, new_token_room, pad_right
 from sketchwalk_jax.inference.sampling import Sampling, check_key
 from sketchwalk_jax.memory import free_bytes
@@ -119,6 +122,7 @@ class LanguageModel:
         dtype: DTypeLike | None = None,
         weights: str | None = None,
         sharding: ParamsSharding = None,
+        warm_up: int | None = None,
         progress: bool = True,
     ) -> Self:
         """Loads a checkpoint with its tokenizer.
@@ -136,6 +140,8 @@ class LanguageModel:
             types, and the dtype of the checkpoint on other devices.
           weights: `"float8"` or `"int8"` to quantize linear layers, as in `sketchwalk_jax.load`.
           sharding: Where the parameters are placed, as in `sketchwalk_jax.load`.
+          warm_up: Number of tokens of the prompts to come, for which programs are compiled while
+            the weights are read (`warm_up`). Default: nothing is compiled before the first call.
           progress: Whether to show progress on standard error.
 
         Returns:
@@ -158,12 +164,58 @@ class LanguageModel:
         tokenizer = load_tokenizer(checkpoint)  # before the weights, which take longer
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"
-        params, model_config = load(
-            checkpoint, dtype=dtype, weights=weights, sharding=sharding, progress=progress
+        check_integer("warm_up", warm_up, is_optional=True)
+
+        def make(params: PyTree, model_config: ModelConfig) -> Self:
+            chosen = default_policy(model_config) if policy is None else policy
+            made = cls(params=params, model_config=model_config, tokenizer=tokenizer, policy=chosen)
+            return made.with_policy(chosen, density=density)
+
+        def begin(shapes: PyTree, model_config: ModelConfig) -> None:
+            if warm_up is not None and sharding is None:
+                make(shapes, model_config).warm_up(warm_up)
+
+        made = make(
+            *load(
+                checkpoint,
+                dtype=dtype,
+                weights=weights,
+                sharding=sharding,
+                progress=progress,
+                before_reading=begin,
+            )
         )
-        chosen = default_policy(model_config) if policy is None else policy
-        made = cls(params=params, model_config=model_config, tokenizer=tokenizer, policy=chosen)
-        return made.with_policy(chosen, density=density)
+        if warm_up is not None:
+            made.warm_up(warm_up)
+        return made
+
+    def warm_up(self, num_tokens: int, *, max_new_tokens: int = 128) -> None:
+        """Begins to load or compile the programs for one prompt, in other threads.
+
+        The first call then waits only for what is left. This does nothing for a model on several
+        devices.
+
+        Args:
+          num_tokens: Number of tokens of the prompt. Prompts of the same class share programs.
+          max_new_tokens: Maximum number of tokens to generate.
+
+        Raises:
+          ValueError: If prompt and new tokens do not fit into the model's context.
+
+        Example:
+          >>> from sketchwalk_jax.models import bundled_model
+          >>> LanguageModel.load(bundled_model()).warm_up(1000)  # doctest: +SKIP
+        """
+        keep_by_default()
+        check_integer("num_tokens", num_tokens)
+        call = self._made(max_new_tokens).check(self.params, np.zeros((1, num_tokens), np.int32))
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # the first call raises what fails here
+                for one in (call, for_stream(call)):
+                    one.compile(self.params, is_ahead=True)
+
+        threading.Thread(target=work, daemon=True).start()
 
     def with_policy(
         self,

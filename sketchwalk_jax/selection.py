@@ -4,7 +4,9 @@ Algorithm 1 step 7 and Algorithm 2 step 6 (arXiv:2602.07397).
 """
 
 import dataclasses
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.pytree import register
+
+PyTree = Any
 
 _HIGHEST = float(np.nextafter(np.float32(LARGEST), np.float32(0)))
 """Scores are clipped below `LARGEST`, the rank of blocks that are always kept."""
@@ -141,7 +145,7 @@ def block_budget(
     rows = np.arange(1, num_blocks + 1, dtype=np.int64)
     if top_blocks is None:
         # ceil(p/q · n) = -((-p · n) // q), in integers of any size
-        wanted = np.array([-((-share.numerator * int(n)) // share.denominator) for n in rows])
+        wanted = -((-share.numerator * rows.astype(object)) // share.denominator)
     else:
         wanted = np.full(num_blocks, top_blocks)
     wanted = np.maximum(wanted, sink_blocks + local_blocks)
@@ -230,6 +234,44 @@ def select_blocks_per_head(
     )
     ids = merged.ids.reshape(batch, heads, num_rows, -1)
     return BlockSelection(ids, merged.counts.reshape(batch, heads, num_rows), block_size)
+
+
+def map_tiles(
+    function: Callable[[PyTree], Float[Array, "*out"]],
+    parts: PyTree,
+    rows: Int[Array, "B I"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    tile: int,
+    block_size: int,
+) -> Float[Array, "tiles *out"]:
+    """`jax.lax.map(function, parts)` that skips the last tiles, whose rows have no token.
+
+    Args:
+      function: Function of a tile of rows.
+      parts: Its arguments for all tiles, stacked.
+      rows: Block of each row, consecutive in a sequence.
+      kv_lengths: Number of tokens of each sequence.
+      tile: Rows of a tile.
+      block_size: Tokens of a row.
+
+    Returns:
+      The stacked results; 0 for tiles that are skipped.
+    """
+    first = jax.tree.map(lambda x: x[0], parts)
+    num_tiles = len(jax.tree.leaves(parts)[0])
+    if num_tiles == 1:
+        return function(first)[None]
+    shape = jax.eval_shape(function, first)
+    num_rows = jnp.max((kv_lengths + block_size - 1) // block_size - rows[:, 0])
+    count = jnp.clip((num_rows + tile - 1) // tile, 0, num_tiles)
+
+    def one(index: Int[Array, ""], found: Array) -> Array:
+        return found.at[index].set(function(jax.tree.map(lambda x: x[index], parts)))
+
+    like = jax.tree.leaves(parts)[-1]  # varies over the axes of a `shard_map` as the results do
+    nothing = jnp.zeros_like(like, shape.dtype, shape=(num_tiles, *shape.shape))
+    return jax.lax.fori_loop(0, count, one, nothing)
 
 
 def full_selection(

@@ -21,6 +21,7 @@ from sketchwalk_jax.pallas_kernels.config import (
     KernelConfig,
 )
 from sketchwalk_jax.scaled import to_float8
+from sketchwalk_jax.selection import map_tiles
 
 # Most page max logits in memory between kernels: half a gigabyte of float16.
 _MOST_MAX_LOGITS = 2**28
@@ -119,8 +120,13 @@ def page_scores_of_kernels(
             found = heads.gather(found, axis=1)
         return jnp.sum(found, axis=(1, 2))
 
-    parts = jnp.moveaxis(grouped, 2, 0)
-    found = jax.lax.map(score, (jnp.arange(len(parts), dtype=jnp.int32), parts))
+    grouped = jnp.moveaxis(grouped, 2, 0)
+    parts = jnp.arange(len(grouped), dtype=jnp.int32), grouped
+    if heads is None:
+        where: dict[str, Any] = {"tile": tile, "block_size": SCORED_BLOCK}
+        found = map_tiles(score, parts, rows, kv_lengths, **where)
+    else:  # collectives must not depend on a condition
+        found = jax.lax.map(score, parts)
     found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * SCORED_PAGES)[:, :num_rows]
     page = jnp.arange(num_blocks * SCORED_PAGES, dtype=jnp.int32)[None, None]
     is_before = page < (rows[..., None] + 1) * SCORED_PAGES

@@ -62,7 +62,8 @@ def select_token_by_page_scores(
     *,
     layer: Int[Array, ""],
     lengths: Int[Array, "B"],
-    budgets: Int[np.ndarray, "Ls P"],
+    budgets: Int[Array | np.ndarray, "Ls P"],
+    max_count: int,
     scale: float,
     exponent: int,
     decay: float,
@@ -75,7 +76,8 @@ def select_token_by_page_scores(
     """Computes page scores and page indices of one token per sequence, for the recommended policy.
 
     Quantized keys are the arrays of `QuantizedKeys` for all layers, and may be of one rank's heads
-    (`ranks`, a `Heads`), like the queries. Budgets and sink and local blocks count pages.
+    (`ranks`, a `Heads`), like the queries. Budgets, `max_count`, and sink and local blocks count
+    pages.
     """
     own_heads, head_dim = query.shape[2:]
     num_heads = own_heads if ranks is None else ranks.num_heads
@@ -98,6 +100,7 @@ def select_token_by_page_scores(
         walk.layers,
         lengths,
         budgets,
+        max_count,
         layer=layer,
         scale=scale,
         exponent=exponent,

@@ -160,7 +160,8 @@ def select_token_by_page_scores_kernel(
     state: Float[Array, "B P"],
     layers: Int[Array, ""],
     lengths: Int[Array, "B"],
-    budgets: Int[np.ndarray, "Ls P"],
+    budgets: Int[Array | np.ndarray, "Ls P"],
+    max_count: int,
     *,
     layer: Int[Array, ""],
     scale: float,
@@ -185,6 +186,7 @@ def select_token_by_page_scores_kernel(
       layers: Number of layers walked so far.
       lengths: Number of keys in each sequence, including the token's own.
       budgets: Pages to keep, by layer and by the token's page.
+      max_count: Static upper bound of `budgets`: the length of the lists.
       layer: Layer of the quantized keys.
       scale: Factor of the products.
       exponent: Order of the norm over heads.
@@ -249,7 +251,7 @@ def select_token_by_page_scores_kernel(
         given = []
     else:
         scratch = {"factors": plgpu.SMEM(parts.top.shape[1:], jnp.float32)} | scratch
-    max_count = min(int(budgets.max()), num_columns)
+    max_count = min(max_count, num_columns)
     ids, kept = ops.kernel(
         functools.partial(
             _list_blocks,

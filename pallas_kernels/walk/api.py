@@ -58,7 +58,8 @@ def select_token(
     walk: WalkState,
     *,
     positions: Int[Array, "B"],
-    budget: Int[np.ndarray, "J"],
+    budget: Int[Array | np.ndarray, "J"],
+    max_count: int,
     omega: Float[np.ndarray, "H R"] | None,
     transition: str,
     exponent: int,
@@ -69,7 +70,10 @@ def select_token(
     block_size: int,
     kernel_config: KernelConfig,
 ) -> tuple[BlockSelection, WalkState] | None:
-    """Computes one token's scores, walk row and block indices (Algorithm 2 steps 4-6)."""
+    """Computes one token's scores, walk row and block indices (Algorithm 2 steps 4-6).
+
+    `budget` is by the token's block, at most `max_count`.
+    """
     num_blocks, size = query_sums.shape[1], query_sums.shape[3]
     is_simple = transition != "softmax" and walk_degree == 1
     if not is_simple or num_blocks > MAX_BLOCKS or size % LEAST_CHUNK:
@@ -97,7 +101,7 @@ def select_token(
         use_walk=beta != 0.0,
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
-        max_count=int(budget[-1]),
+        max_count=max_count,
         block_size=block_size,
         interpret=kernel_config.interpret,
     )

@@ -120,7 +120,7 @@ def select_token_kernel(
     state: Float[Array, "B 1 J"],
     layers: Int[Array, ""],
     positions: Int[Array, "B"],
-    counts: Int[Array, "B 1"] | Int[np.ndarray, "J"],
+    counts: Int[Array, "B 1"] | Int[Array | np.ndarray, "J"],
     *,
     head_dim: int,
     power: int,

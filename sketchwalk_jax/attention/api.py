@@ -12,6 +12,7 @@ pass is plain JAX in tiles (`gradients`) for all implementations except cuDNN, w
 own. Block indices, lengths and positions are constants.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -422,6 +423,8 @@ def _attend_all(
         num_rows = num_query_blocks(num_tokens, FULL_BLOCK, has_offset=query_offset is not None)
         rows = (offset // FULL_BLOCK)[:, None] + jnp.arange(num_rows, dtype=jnp.int32)[None, :]
         lists = full_selection(rows, num_blocks, block_size=FULL_BLOCK)
+        is_row = rows * FULL_BLOCK < lengths[:, None]  # later rows are padding
+        lists = dataclasses.replace(lists, counts=jnp.where(is_row[:, None], lists.counts, 0))
         options |= {"query_offset": query_offset, "kv_lengths": lengths}
         return block_sparse_attention(query, key, value, lists, **options)
     if implementation == "cudnn":

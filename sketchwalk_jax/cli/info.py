@@ -14,6 +14,7 @@ from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import field
+from sketchwalk_jax.inference import compiled
 from sketchwalk_jax.inference.auto import Auto
 from sketchwalk_jax.inference.cache import init_cache
 from sketchwalk_jax.memory import num_bytes, show_bytes
@@ -60,6 +61,7 @@ class Info(options.PolicyCommand):
         max_tokens = options.check_context("--context", self.context, model_config)
         found: dict[str, Any] = {
             "environment": _describe_environment(model_config, config, dtype),
+            "programs": _describe_programs(),
             "model": _describe_checkpoint(directory, model_config, dtype, self.weights),
             "plan": about_plan,
             "cache": _describe_cache(model_config, config, max_tokens, dtype),
@@ -86,6 +88,19 @@ def _describe_environment(model_config: ModelConfig, policy: Policy, dtype: str)
         "tokens": tokens,
         "selection": _describe_selection(policy, policy.prompt_kernels),
         "token_selection": _describe_selection(policy, policy.token_kernels),
+    }
+
+
+def _describe_programs() -> dict[str, Any]:
+    """Describes the folder of whole programs, which is None if programs are not kept."""
+    compiled.keep_compiled_programs()
+    folder = compiled.programs_folder()
+    sizes = [] if folder is None else [one.stat().st_size for one in folder.iterdir()]
+    return {
+        "folder": None if folder is None else str(folder),
+        "number": len(sizes),
+        "bytes": sum(sizes),
+        "most_bytes": compiled.MOST_BYTES,
     }
 
 
@@ -242,7 +257,14 @@ cache           {show_bytes(cache["total_bytes"])} for one sequence of {cache["t
   keys, values  {show_bytes(cache["key_value_bytes"])} in {cache["dtype"]}
   statistics    {show_bytes(cache["statistics_bytes"])} of the policy
 """
-    return "\n".join([text.strip("\n"), *([""] if pays else []), *pays])
+    kept = found["programs"]
+    programs = "programs        not kept: each process compiles its own"
+    if kept["folder"] is not None:
+        programs = (
+            f"programs        {kept['number']} kept in {kept['folder']}, "
+            f"{show_bytes(kept['bytes'])} of at most {show_bytes(kept['most_bytes'])}"
+        )
+    return "\n".join([text.strip("\n"), programs, *([""] if pays else []), *pays])
 
 
 def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:

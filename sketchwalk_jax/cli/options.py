@@ -177,14 +177,37 @@ class Command(abc.ABC):
         return Prepared(directory, model_config, policy, dtype, sampling)
 
     def load(
-        self, prepared: Prepared, tokenizer: Any, *, sharding: Placement | None, **running: Any
+        self,
+        prepared: Prepared,
+        tokenizer: Any,
+        *,
+        sharding: Placement | None,
+        warm_up: tuple[int, int] | None = None,
+        **running: Any,
     ) -> LanguageModel:
-        """Loads the model with a tokenizer and more fields of `LanguageModel`."""
-        params, config = load_model(
-            prepared.directory, prepared.dtype, weights=self.weights, sharding=sharding
-        )
+        """Loads the model with a tokenizer and more fields of `LanguageModel`.
+
+        `warm_up` are the tokens of a prompt and its new tokens, to compile for meanwhile.
+        """
         known: dict[str, Any] = {"policy": prepared.policy} | running
-        return LanguageModel(params=params, model_config=config, tokenizer=tokenizer, **known)
+
+        def make(params: Any, config: ModelConfig) -> LanguageModel:
+            return LanguageModel(params=params, model_config=config, tokenizer=tokenizer, **known)
+
+        def begin(shapes: Any, config: ModelConfig) -> None:
+            if warm_up is not None and sharding is None:
+                num_tokens, max_new_tokens = warm_up
+                make(shapes, config).warm_up(num_tokens, max_new_tokens=max_new_tokens)
+
+        return make(
+            *load_model(
+                prepared.directory,
+                prepared.dtype,
+                weights=self.weights,
+                sharding=sharding,
+                before_reading=begin,
+            )
+        )
 
 
 @dataclasses.dataclass(kw_only=True)

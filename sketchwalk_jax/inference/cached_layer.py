@@ -157,6 +157,9 @@ class Settings(LayerSettings):
     Attributes:
       model_config: The model.
       chunk_size: Tokens that prefill processes at a time, or `None` for all.
+      max_tile: If given, a program for prompts of any length up to the columns that it takes: what
+        each token needs by itself is computed for at most this many columns at a time, and only
+        where tokens are. Such a program returns no selection.
       return_all_logits: Whether prefill returns the logits of every token.
 
     Raises:
@@ -165,6 +168,7 @@ class Settings(LayerSettings):
 
     model_config: ModelConfig
     chunk_size: int | None = None
+    max_tile: int | None = None
     return_all_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -176,6 +180,12 @@ class Settings(LayerSettings):
             raise ValueError(
                 f"chunk_size must be a positive multiple of the block size {size}, got {chunk!r}"
             )
+
+    def with_numbers(self, numbers: PyTree) -> "Settings":
+        """Puts the numbers of `Policy.for_program` back into the policy."""
+        if numbers is None:
+            return self
+        return dataclasses.replace(self, policy=self.policy.with_numbers(numbers))
 
 
 def attention_by_layer(
@@ -354,7 +364,11 @@ def layer_attention(
                     span=piece.span,
                     kernel_config=settings.selection_kernels(span.phase),
                 )
-                pairs = lists.attended_pairs(*piece.span.queries_of_rows(size))
+                first_query, num_queries = piece.span.queries_of_rows(size)
+                if not span.is_token:  # rows of padding attend to nothing
+                    counts = jnp.where(num_queries[:, None] > 0, lists.counts, 0)
+                    lists = dataclasses.replace(lists, counts=counts)
+                pairs = lists.attended_pairs(first_query, num_queries)
                 kept = lists if settings.return_selection else None
                 lists, kept, pairs = exchange.share(lists, kept, pairs)
             own, lists, is_part = exchange.narrow(piece, lists, keys.shape[2])

@@ -1,10 +1,60 @@
-"""Keeps compiled programs on disk, for the next process that needs them."""
+"""Compiled programs: compiled side by side, and kept on disk for later processes.
 
+JAX's own disk cache saves compiling alone. A process that finds a program there still traces and
+lowers it, which takes seconds in Python. `Program` keeps the executable itself, under a key of all
+that it depends on, so a later process does neither.
+"""
+
+import contextlib
+import dataclasses
 import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
 import os
+import pickle
+import platform
+import stat
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.monitoring
+import numpy as np
+from jax.experimental import serialize_executable
+
+from sketchwalk_jax.pallas_kernels import dispatch
+
+PyTree = Any
+
+MOST_BYTES = 2**30
+"""Size limit of the folder of programs. Beyond it, the programs that were not used longest go."""
+
+_MAGIC = b"sketchwalk-jax program 1\n"
+_SLOW_SECONDS = 2.0
+"""A compilation that takes longer says so on a terminal or in a notebook."""
+
+# Settings of JAX that may differ between two calls of a process, and change programs.
+_SETTINGS = (
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+)
+# With these, `jax.jit` does more than to run a program.
+_DEBUGGING = ("jax_check_tracer_leaks", "jax_debug_infs", "jax_debug_nans", "jax_disable_jit")
+# Environment variables that change what XLA and the kernels' compiler produce.
+_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "XLA_FLAGS")
 
 
 def keep_compiled_programs() -> None:
@@ -20,6 +70,10 @@ def keep_compiled_programs() -> None:
     delete it at any time. If it cannot be written, nothing is kept. `JAX_COMPILATION_CACHE_DIR`
     sets another folder. `JAX_ENABLE_COMPILATION_CACHE=false`, or
     `jax.config.update("jax_enable_compilation_cache", False)`, turns the cache off.
+
+    The programs of `generate`, `make_generate`, `stream` and `LanguageModel` on one device are kept
+    whole, in the subfolder `programs` of at most 1 GiB, so that a later process does not even trace
+    them. Loading a program executes it. So that subfolder is used only if nobody else can write it.
 
     Example:
       >>> import sketchwalk_jax as sw
@@ -44,3 +98,383 @@ def keep_compiled_programs() -> None:
 
 keep_by_default = functools.cache(keep_compiled_programs)
 """Calls `keep_compiled_programs` once per process; later changes of JAX's settings stay."""
+
+
+def programs_folder() -> Path | None:
+    """The folder of whole programs, made if need be; `None` if programs are not kept.
+
+    Warns if others can write the folder, which is then not used.
+    """
+    base = jax.config.jax_compilation_cache_dir
+    if not jax.config.jax_enable_compilation_cache or not base or "://" in base:
+        return None
+    folder = Path(base) / "programs"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    others = stat.S_IWGRP | stat.S_IWOTH
+    is_ours = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    if not stat.S_ISDIR(found.st_mode) or not is_ours or found.st_mode & others:
+        _warn_once(
+            f"{folder} must be a folder that only you can write, as loading a program from it "
+            f"executes it; programs are not kept there (chmod go-w mends its mode)"
+        )
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
+
+
+class Program:
+    """A jitted function that is compiled once for all processes.
+
+    It may be called like `jax.jit(function)`. If all arrays are known and on one device, it runs a
+    program from memory, from disk, or compiled now and then kept. Else `jax.jit` runs it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., PyTree],
+        *,
+        does: str,
+        static: tuple[str, ...],
+        donated: str,
+    ) -> None:
+        """Wraps a function.
+
+        Args:
+          function: A pure function of arrays, and of static arguments by name.
+          does: What the program does, for the line that tells of a slow compilation.
+          static: Names of the static arguments.
+          donated: Name of the donated argument.
+        """
+        self.jitted = jax.jit(function, static_argnames=static, donate_argnames=donated)
+        self._does, self._name = does, f"{function.__module__}.{function.__qualname__}"
+        self._programs: dict[Any, Future[jax.stages.Compiled]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *arrays: PyTree, **static: Any) -> PyTree:
+        """Runs the program, which it compiles first if there is none."""
+        device = _device_of(arrays)
+        if device is None:
+            return self.jitted(*arrays, **static)
+        return self._begin(arrays, static, device).result()(*arrays)
+
+    def compile(self, *arrays: PyTree, **static: Any) -> "Future[Any] | None":
+        """Begins to compile in another thread, unless there is a program already.
+
+        Args:
+          *arrays: Arguments, arrays or their shapes.
+          **static: Static arguments.
+
+        Returns:
+          A `Future` of the program; `None` if `jax.jit` runs it.
+        """
+        device = _device_of(arrays)
+        return None if device is None else self._begin(arrays, static, device)
+
+    def clear(self) -> None:
+        """Forgets the programs in memory."""
+        with self._lock:
+            self._programs.clear()
+
+    def _begin(
+        self, arrays: tuple[PyTree, ...], static: dict[str, Any], device: jax.Device
+    ) -> "Future[jax.stages.Compiled]":
+        """Returns the program of these arguments, or one that is being loaded or compiled."""
+        leaves, structure = jax.tree.flatten(arrays)
+        kinds = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in leaves)
+        settings = (*(getattr(jax.config, name) for name in _SETTINGS), dispatch.kernels_here())
+        key = (tuple(static.items()), structure, kinds, settings, device)
+        with self._lock:
+            found = self._programs.get(key)
+            if found is not None and not (found.done() and found.exception()):
+                return found
+            found = self._programs[key] = Future()
+        try:
+            described = _describe((self._name, static, str(structure), str(kinds)))
+            path = _path_of(described, device)
+            loaded = None if path is None else _load(path, arrays, device)
+            if loaded is not None:
+                found.set_result(loaded)
+                return found
+            told = contextlib.ExitStack()
+            told.enter_context(_telling(self._does, is_kept=path is not None))
+            with told:
+                # Python lowers one program after another, but XLA compiles them side by side.
+                lowered = self.jitted.lower(*arrays, **static)
+                told = told.pop_all()
+
+            def compile_and_keep() -> jax.stages.Compiled:
+                options = _compiler_options(device)
+                with told:
+                    if path is None:
+                        return lowered.compile(compiler_options=options)
+                    with _whole() as is_whole:
+                        compiled = lowered.compile(compiler_options=options)
+                if is_whole():
+                    _save(path, compiled)
+                return compiled
+
+            _pool().submit(compile_and_keep).add_done_callback(functools.partial(_hand_on, found))
+        except BaseException as error:
+            found.set_exception(error)
+            raise
+        return found
+
+
+_from_cache = threading.local()
+_whole_lock, _whole_now = threading.Lock(), list[float]()  # JAX's threshold, for each block
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[Callable[[], bool]]:
+    """Keeps what the block compiles out of JAX's disk cache; yields whether it came from there.
+
+    A program from that cache lacks parts on CPUs if it is written again.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    _listen_to_jax_cache()
+    _from_cache.hits = 0
+    with _whole_lock:
+        _whole_now.append(_whole_now[0] if _whole_now else getattr(jax.config, name))
+        jax.config.update(name, float("inf"))
+    try:
+        yield lambda: not _from_cache.hits
+    finally:
+        with _whole_lock:
+            last = _whole_now.pop()
+            if not _whole_now:
+                jax.config.update(name, last)
+
+
+@functools.cache
+def _listen_to_jax_cache() -> None:
+    def count(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            _from_cache.hits = getattr(_from_cache, "hits", 0) + 1
+
+    jax.monitoring.register_event_listener(count)
+
+
+def _hand_on(to: "Future[Any]", done: "Future[Any]") -> None:
+    """Gives one future the result of another one."""
+    error = done.exception()
+    if error is None:
+        to.set_result(done.result())
+    else:
+        to.set_exception(error)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(4, thread_name_prefix="sketchwalk-compile")
+
+
+def _device_of(arrays: PyTree) -> jax.Device | None:
+    """The only device of arrays, or JAX's default one; `None` if `jax.jit` must run the call."""
+    if any(getattr(jax.config, name) for name in _DEBUGGING):
+        return None
+    devices: set[jax.Device] = set()
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.core.Tracer):
+            return None
+        if isinstance(leaf, jax.Array):
+            if leaf.committed:
+                devices |= leaf.devices()
+            elif len(leaf.devices()) > 1:
+                return None
+    if len(devices) > 1:
+        return None
+    (device,) = devices or {_default_device()}
+    return device if device.process_index == jax.process_index() else None
+
+
+def _default_device() -> jax.Device:
+    found = jax.config.jax_default_device
+    return found if isinstance(found, jax.Device) else jax.local_devices(backend=found)[0]
+
+
+def _compiler_options(device: jax.Device) -> dict[str, Any] | None:
+    """Options of XLA: on GPUs, no measuring of matrix products while compiling.
+
+    Measuring takes longer than all else, makes a program depend on chance, and gained nothing.
+    """
+    if device.platform != "gpu" or "xla_gpu_autotune_level" in os.environ.get("XLA_FLAGS", ""):
+        return None
+    return {"xla_gpu_autotune_level": 0}
+
+
+@contextlib.contextmanager
+def _telling(does: str, *, is_kept: bool) -> Iterator[None]:
+    """Writes one line on a terminal or in a notebook if the block takes long."""
+    is_shown = sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    later = "later processes load it" if is_kept else "it is not kept for later processes"
+    line = f"compiling the program that {does}: this session does so once, and {later}"
+    timer = threading.Timer(_SLOW_SECONDS, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if is_shown:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# Files.
+
+
+def _describe(value: Any) -> str | None:
+    """Describes static arguments in full; `None` if one holds something unknown.
+
+    The code of a policy of one's own, say, may change from process to process, and a kernel in the
+    interpreter calls back into this one.
+    """
+    try:
+        return _text_of(value)
+    except TypeError:
+        return None
+
+
+def _text_of(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, np.generic | np.dtype):
+        return f"{type(value).__name__}({value})"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text_of, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_text_of(one)}' for name, one in value.items())}}}"
+    cls = type(value)
+    if not dataclasses.is_dataclass(value) or not cls.__module__.startswith("sketchwalk_jax."):
+        raise TypeError(f"cannot describe a {cls.__name__}")
+    if getattr(value, "interpret", False):
+        raise TypeError("an interpreted kernel calls back into this process")
+    fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    return f"{cls.__module__}.{cls.__qualname__}{_text_of(fields)}"
+
+
+def _path_of(described: str | None, device: jax.Device) -> Path | None:
+    """The file of a program on a device; `None` if it is not kept."""
+    folder = None if described is None else programs_folder()
+    if folder is None:
+        return None
+    values = jax.config.values.items()
+    config = {name: str(value) for name, value in values if "_cache_" not in name}
+    config |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+    machine = (described, sorted(config.items()), _code_here(), _environment(device))
+    return folder / hashlib.sha256(repr(machine).encode()).hexdigest()
+
+
+def _environment(device: jax.Device) -> tuple[Any, ...]:
+    """All of the machine and the installed software that a program depends on."""
+    variables = [os.environ.get(name) for name in _VARIABLES]
+    names = ("compute_capability", "core_count", "device_kind", "id", "platform")
+    of_device = [str(getattr(device, name, None)) for name in names]
+    return (*_installed(), device.client.platform_version, of_device, jax.device_count(), variables)
+
+
+@functools.cache
+def _installed() -> tuple[Any, ...]:
+    packages = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
+    versions = []
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append((name, importlib.metadata.version(name)))
+    machine: list[str] = [platform.platform(), platform.python_version()]
+    with contextlib.suppress(OSError):
+        machine.append(Path("/proc/driver/nvidia/version").read_text())
+    with contextlib.suppress(OSError):  # the instructions that this processor has
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        machine += sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    return tuple(versions), tuple(machine)
+
+
+@functools.cache
+def _code_here() -> str:
+    """A hash of the package's code."""
+    total = hashlib.sha256()
+    # In a checkout, the last two are beside the package.
+    for name in ("", ".models", ".pallas_kernels"):
+        file = importlib.import_module(f"sketchwalk_jax{name}").__file__
+        for path in sorted(Path(file or "").parent.rglob("*.py")):
+            total.update(path.name.encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def _load(path: Path, arrays: PyTree, device: jax.Device) -> "jax.stages.Compiled | None":
+    """Loads a program; `None` if there is none, or the file is damaged or not ours."""
+    try:
+        if hasattr(os, "geteuid") and path.lstat().st_uid != os.geteuid():
+            return None
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    head = len(_MAGIC)
+    digest, content = raw[head : head + 32], raw[head + 32 :]
+    if raw[:head] != _MAGIC or hashlib.sha256(content).digest() != digest:
+        return None
+    _find_kernel_runtime(device)
+    try:
+        payload, outputs = pickle.loads(content)  # nobody else can write the folder
+        inputs = jax.tree.structure((arrays, {}))
+        found = serialize_executable.deserialize_and_load(
+            payload, inputs, outputs, device.client, [device]
+        )
+        os.utime(path)  # the programs that were not used longest are removed first
+    except Exception:  # whatever is wrong with the file, compiling replaces it
+        return None
+    return found
+
+
+def _find_kernel_runtime(device: jax.Device) -> None:
+    """Tells Mosaic where its runtime is, as importing all of it, which takes long, would do."""
+    if device.platform != "gpu" or "MOSAIC_GPU_RUNTIME_LIB_PATH" in os.environ:
+        return
+    for name in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
+        found = importlib.util.find_spec(name)
+        for root in found.submodule_search_locations or () if found else ():
+            runtime = Path(root) / "libmosaic_gpu_runtime.so"
+            if runtime.exists():
+                os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
+                return
+
+
+def _save(path: Path, compiled: jax.stages.Compiled) -> None:
+    """Writes a program in one step; a full disk or a program that cannot be kept is no error."""
+    try:
+        payload, _, outputs = serialize_executable.serialize(compiled)
+        content = pickle.dumps((payload, outputs))
+    except Exception:  # JAX says in several ways that it cannot
+        return
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC + hashlib.sha256(content).digest() + content)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
+        _remove_oldest(path.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Removes the programs that were not used longest, down to the folder's limit."""
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= MOST_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+        total -= size

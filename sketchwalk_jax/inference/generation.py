@@ -11,6 +11,7 @@ lengths.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,10 +40,13 @@ from sketchwalk_jax.inference.calls import (
     prompt_rows,
     tokens_used,
 )
-from sketchwalk_jax.inference.compiled import keep_by_default
+from sketchwalk_jax.inference.compiled import Program, keep_by_default
 from sketchwalk_jax.inference.padding import (
+    bucket_length,
     left_to_right_padding,
+    length_class,
     new_token_room,
+    pad_to,
     pad_to_bucket,
 )
 from sketchwalk_jax.inference.sampling import (
@@ -55,12 +59,15 @@ from sketchwalk_jax.inference.sampling import (
     sequence_keys,
 )
 from sketchwalk_jax.inference.steps import decode_token, new_cache, read_prompt
-from sketchwalk_jax.memory import advice, check_memory
+from sketchwalk_jax.memory import advice, check_memory, free_bytes, num_bytes
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.dense import Dense
+from sketchwalk_jax.policies.recommended import RecommendedConfig
+from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 from sketchwalk_jax.pytree import register
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import (
@@ -76,6 +83,9 @@ PyTree = Any
 # Greedy decoding on a GPU asks the host whether to go on only every 4 steps. With more steps, more
 # are wasted after the last sequence has ended.
 _STEPS = 4
+# Most columns that a prompt's program computes at a time, over all sequences. Fewer cost more waits
+# for the host, more cost more where a prompt ends inside them.
+_MOST_TILE = 2048
 
 
 @register
@@ -150,12 +160,16 @@ def start_decoding(
     lengths: Int[Array, "B"],
     key: Key[Array, "..."],
     cache: Cache | None,
+    numbers: PyTree = None,
     *,
     capacity: int,
     settings: Settings,
 ) -> tuple[DecodeState, BlockSelection | None]:
-    """Reads the prompts. Makes a new cache of `capacity` tokens if none is given."""
-    batch = tokens.shape[0]
+    """Reads the prompts. Makes a new cache of `capacity` tokens if none is given.
+
+    `numbers` are those of the policy, if they are not in the settings (`Policy.for_program`).
+    """
+    batch, settings = tokens.shape[0], settings.with_numbers(numbers)
     model_config, is_fresh = settings.model_config, cache is None
     if cache is None:
         cache = new_cache(params, batch, capacity, settings)
@@ -166,7 +180,20 @@ def start_decoding(
     )
     logits = unembed(params, hidden[:, 0], model_config=model_config)
     logits = constrain_logits(logits, settings.placement)
-    state = DecodeState(
+    state = _first_state(logits, cache, tokens, lengths, key)
+    return _spread_state(state, settings), selection
+
+
+def _first_state(
+    logits: Float[Array, "B V"],
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    key: Key[Array, "..."],
+) -> DecodeState:
+    """Makes the state after the prompts."""
+    batch = tokens.shape[0]
+    return DecodeState(
         logits=logits,
         cache=cache,
         seen=seen_tokens(tokens, lengths, vocab_size=logits.shape[-1]),
@@ -175,7 +202,6 @@ def start_decoding(
         is_done=jnp.zeros((batch,), bool),
         is_finite=jnp.all(jnp.isfinite(logits), axis=-1),
     )
-    return _spread_state(state, settings), selection
 
 
 def has_greedy_program(sampling: Sampling) -> bool:
@@ -191,6 +217,7 @@ def decode_tokens(
     state: DecodeState,
     sampling: Sampling,
     limit: Int[Array, ""],
+    numbers: PyTree = None,
     *,
     num_tokens: int,
     eos_token_ids: tuple[int, ...],
@@ -208,8 +235,10 @@ def decode_tokens(
     up to three steps after the last token change nothing.
 
     `state` is the state after the prompt, or after another call. The result has `num_tokens`
-    columns. `is_greedy` says that this is the program for greedy sequences only.
+    columns. `is_greedy` says that this is the program for greedy sequences only. `numbers` are as
+    in `start_decoding`.
     """
+    settings = settings.with_numbers(numbers)
     batch, steps = state.lengths.shape[0], _STEPS if is_greedy else 1
 
     def is_unfinished(carry: tuple[Array, Array, DecodeState]) -> Bool[Array, ""]:
@@ -277,12 +306,30 @@ def _spread_state(state: DecodeState, settings: Settings) -> DecodeState:
     )
 
 
-_start = jax.jit(start_decoding, static_argnames=("capacity", "settings"), donate_argnames="cache")
-_continue = jax.jit(
-    decode_tokens,
-    static_argnames=("num_tokens", "eos_token_ids", "pad_token_id", "settings", "is_greedy"),
-    donate_argnames="state",
+_start = Program(
+    start_decoding,
+    does="reads prompts",
+    static=("capacity", "settings"),
+    donated="cache",
 )
+_continue = Program(
+    decode_tokens,
+    does="decodes tokens",
+    static=("num_tokens", "eos_token_ids", "pad_token_id", "settings", "is_greedy"),
+    donated="state",
+)
+
+
+def _tile_of(width: int, batch: int, *, has_kernels: bool) -> int:
+    """Columns that a program for prompts of up to `width` tokens computes at a time."""
+    most = _MOST_TILE if has_kernels else _MOST_TILE // 4
+    return min(width // 4, most // batch)
+
+
+@functools.lru_cache(maxsize=64)
+def _for_program(policy: Policy, num_layers: int, num_blocks: int) -> tuple[Policy, PyTree]:
+    """Calls `Policy.for_program` once for equal arguments."""
+    return policy.for_program(num_layers, num_blocks)
 
 
 # The checked arguments of a call: static options, and a prompt.
@@ -354,18 +401,20 @@ class Options:
     ) -> "Call":
         """Checks the other arguments of `generate`, which explains them, and fills in the defaults.
 
-        If `params` is `NOT_LOADED`, all but the parameters is checked, as on one device. If
-        `to_bucket` is true, prompts are padded to one of a few lengths.
+        If `params` is `NOT_LOADED`, all but the parameters is checked, as on one device. Shapes of
+        parameters also stand for one device. If `to_bucket` is true, prompts are padded to one of a
+        few lengths, also for programs that know it.
         """
         model_config, is_loaded = self.model_config, params is not NOT_LOADED
         placement = placement_of(params, model_config) if is_loaded else None
         settings = dataclasses.replace(
             self.settings,
             placement=placement,
-            on_one_device=is_loaded and lies_on_one_device(params),
+            on_one_device=is_loaded and (_are_shapes(params) or lies_on_one_device(params)),
         )
         lengths = check_prompt(tokens, lengths, model_config)
-        if to_bucket:
+        shares = is_loaded and self._shares_programs((params, tokens, lengths, cache), settings)
+        if to_bucket and not shares:
             size, context = settings.policy.block_size, model_config.context_length
             tokens = pad_to_bucket(tokens, multiple=size, context_length=context)
         choice = None
@@ -385,12 +434,18 @@ class Options:
         if placement is not None:
             placement.check_batch(tokens.shape[0])
         capacity = self._capacity(tokens, lengths, cache, settings)
+        num_rows = prompt_rows(tokens, lengths, cache, settings.policy.block_size)
+        numbers = None
+        if shares:
+            tokens, lengths, capacity, settings, numbers = self._share_programs(
+                params, tokens, lengths, cache, capacity, settings
+            )
         check_key(key, sampling)
         if is_loaded:
             check_model(params, cache, model_config)
         sampling = Sampling.greedy() if sampling is None else sampling
         return Call(
-            prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache),
+            prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache, numbers),
             sampling=sampling,
             max_new_tokens=self.max_new_tokens,
             reading={"capacity": capacity, "settings": settings},
@@ -399,12 +454,68 @@ class Options:
                 "eos_token_ids": self.eos_token_ids,
                 "pad_token_id": self.pad_token_id,
                 # Drop prefill-only options, or decode would be recompiled.
-                "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
+                "settings": dataclasses.replace(
+                    settings, chunk_size=None, max_tile=None, return_selection=False
+                ),
                 "is_greedy": is_loaded and has_greedy_program(sampling),
             },
-            num_rows=prompt_rows(tokens, lengths, cache, settings.policy.block_size),
+            num_rows=num_rows,
+            shares=shares,
             choice=choice,
         )
+
+    def _shares_programs(self, arrays: PyTree, settings: Settings) -> bool:
+        """Whether the call runs programs that do not know the prompts' lengths and the budgets.
+
+        Calls under the caller's `jit`, on several devices, or with a selection to return have
+        programs of their own.
+        """
+        is_alone = settings.placement is None and settings.on_one_device
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+        return is_alone and not is_traced and not settings.return_selection
+
+    def _share_programs(
+        self,
+        params: PyTree,
+        tokens: Any,
+        lengths: Any,
+        cache: Cache | None,
+        capacity: int,
+        settings: Settings,
+    ) -> tuple[Any, Any, int, Settings, PyTree]:
+        """Returns tokens, lengths, capacity, settings and numbers for programs of a class.
+
+        Prompts are padded to their class, and the rows of the padding cost little. A new cache has
+        room for the class, unless that is most of the memory that is free.
+        """
+        policy, model_config = settings.policy, self.model_config
+        size, context = policy.block_size, model_config.context_length
+        kinds = RecommendedConfig | SketchWalkConfig | Dense
+        has_kernels = dispatch.kernels_here() is not None and isinstance(policy, kinds)
+        growth = 4 if has_kernels else 2
+        batch, width = tokens.shape
+        # In a cache that ends inside a block, the tokens are moved by up to a block.
+        moved = 0 if cache is None else size - 1
+        wanted = min(length_class(width + moved, growth=growth), max(context, width + moved))
+        if cache is None and self.max_tokens is None:
+            embedding, room = params["embed"]["embedding"], new_token_room(self.max_new_tokens)
+            free = free_bytes(embedding)
+            if _are_shapes(params):  # they will take memory, too
+                free = free_bytes(jax.local_devices()[0])
+                free = None if free is None else free - num_bytes(params)
+            most = min(wanted + room, max(context, wanted))
+            needed = cache_bytes(model_config, policy, batch, most, embedding.dtype.name)
+            if free is not None and 2 * needed > free:
+                wanted = max(width, min(bucket_length(width, multiple=size), context))
+            capacity = min(wanted + room, max(context, wanted))
+        elif cache is None:
+            wanted = max(min(wanted, capacity), width)
+        num_blocks = -(-capacity // size)
+        policy, numbers = _for_program(policy, model_config.num_layers, num_blocks)
+        tile = max(size, _tile_of(wanted, batch, has_kernels=has_kernels))
+        settings = dataclasses.replace(settings, policy=policy, max_tile=tile)
+        tokens = pad_to(np.asarray(tokens), wanted - moved)
+        return tokens, np.asarray(lengths), capacity, settings, numbers
 
     def _capacity(self, tokens: Any, lengths: Any, cache: Cache | None, settings: Settings) -> int:
         """Checks that prompts and new tokens fit; returns the capacity of the cache, old or new."""
@@ -444,6 +555,10 @@ class Options:
         return max(self.max_tokens, width)
 
 
+def _are_shapes(params: PyTree) -> bool:
+    return isinstance(params["embed"]["embedding"], jax.ShapeDtypeStruct)
+
+
 def _end_tokens(given: Any, model_config: ModelConfig) -> tuple[int, ...]:
     """Checks a call's end tokens and returns them, or the model's if none are given."""
     if given is None:
@@ -469,7 +584,35 @@ class Call:
     reading: dict[str, Any]  # static arguments of `_start`
     decoding: dict[str, Any]  # static arguments of `_continue`
     num_rows: int | None  # number of blocks of the longest prompt, if known
+    shares: bool  # whether programs do not know the prompts' lengths and the budgets
     choice: Choice | None  # the choice of an `Auto`
+
+    def compile(self, params: PyTree, *, is_ahead: bool = False) -> None:
+        """Begins to compile the programs for the prompt and for the tokens, side by side.
+
+        Args:
+          params: The parameters, or their shapes.
+          is_ahead: Whether the call comes later. Otherwise, if the prompt's program exists, reading
+            the prompt comes first.
+        """
+        if not self.shares:
+            return
+        reading = _start.compile(params, *self.prompt, **self.reading)
+        if reading is None or (reading.done() and not is_ahead):
+            return
+        tokens, lengths, key, cache, numbers = self.prompt
+        settings, capacity = self.reading["settings"], self.reading["capacity"]
+
+        def after_prompt(params: PyTree, cache: Cache | None) -> DecodeState:
+            batch, vocab_size = tokens.shape[0], settings.model_config.vocab_size
+            if cache is None:
+                cache = new_cache(params, batch, capacity, settings)
+            logits = jnp.zeros((batch, vocab_size), jnp.float32)
+            return _first_state(logits, cache, jnp.asarray(tokens), jnp.asarray(lengths), key)
+
+        state = jax.eval_shape(after_prompt, params, cache)
+        limit = np.asarray(self.max_new_tokens, np.int32)
+        _continue.compile(params, state, self.sampling, limit, numbers, **self.decoding)
 
     def memory(self, params: PyTree) -> contextlib.AbstractContextManager[None]:
         """Checks that a new cache fits into the device's memory; explains a failure to allocate.
@@ -477,7 +620,7 @@ class Call:
         Raises:
           OutOfDeviceMemory: If the cache is known not to fit.
         """
-        tokens, _, _, cache = self.prompt
+        tokens, _, _, cache, _ = self.prompt
         settings, capacity = self.reading["settings"], self.reading["capacity"]
         embedding = params["embed"]["embedding"]
         size = cache_bytes(
@@ -493,12 +636,18 @@ class Call:
             check_memory(what, size, embedding)
         return advice(params=params, cache=size)
 
-    def result(
-        self, tokens: Int[Array, "B U"], state: DecodeState, selection: BlockSelection | None
-    ) -> Generation:
-        """Makes the result of `generate` from the results of the programs."""
+    def run(self, params: PyTree) -> Generation:
+        """Runs both programs."""
+        limit = np.asarray(self.max_new_tokens, np.int32)
+        numbers = self.prompt[-1]
+        with self.memory(params):
+            self.compile(params)
+            state, selection = _start(params, *self.prompt, **self.reading)
+            new, state = _continue(params, state, self.sampling, limit, numbers, **self.decoding)
+            if self.shares:  # on the host, as slicing an array compiles a program for each size
+                new = jax.device_put(np.asarray(new)[:, : self.max_new_tokens])
         return Generation(
-            tokens[:, : self.max_new_tokens],
+            new[:, : self.max_new_tokens] if not self.shares else new,
             state.lengths,
             state.cache.density,
             state.cache,
@@ -601,11 +750,7 @@ def generate(
         return_selection=return_selection,
     )
     call = options.check(params, tokens, lengths=lengths, sampling=sampling, key=key, cache=cache)
-    limit = jnp.asarray(call.max_new_tokens, jnp.int32)
-    with call.memory(params):
-        state, selection = _start(params, *call.prompt, **call.reading)
-        new, state = _continue(params, state, call.sampling, limit, **call.decoding)
-    return call.result(new, state, selection)
+    return call.run(params)
 
 
 class Generate(Options):
@@ -640,11 +785,7 @@ class Generate(Options):
             tokens, lengths = left_to_right_padding(tokens, attention_mask)
         prompt: dict[str, Any] = dict(lengths=lengths, sampling=sampling, key=key, cache=cache)
         call = self.check(params, tokens, **prompt, to_bucket=True)
-        limit = jnp.asarray(call.max_new_tokens, jnp.int32)
-        with call.memory(params):
-            state, selection = _start(params, *call.prompt, **call.reading)
-            new, state = _continue(params, state, call.sampling, limit, **call.decoding)
-        return call.result(new, state, selection)
+        return call.run(params)
 
 
 def _takes_what[**P, R](other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
@@ -723,6 +864,11 @@ class StreamChunk:
     is_finite: np.ndarray
 
 
+def for_stream(call: Call) -> Call:
+    """Returns the call without the four-step program, as a stream stops after few tokens."""
+    return dataclasses.replace(call, decoding=call.decoding | {"is_greedy": False})
+
+
 class Stream(Iterator[StreamChunk]):
     """Iterator over `StreamChunk`s, made by `stream`."""
 
@@ -730,9 +876,7 @@ class Stream(Iterator[StreamChunk]):
         """Keeps the checked call. Nothing runs before the first `next`."""
         check_integer("every", every)
         keep_by_default()
-        self._call, self._params, self._every = call, params, every
-        # Streaming stops after few tokens, so it cannot use the four-step program.
-        self._decoding = call.decoding | {"is_greedy": False}
+        self._call, self._params, self._every = for_stream(call), params, every
         self._state: DecodeState | None = None
         self._lengths = np.zeros(len(call.prompt[0]), np.int32)
         self._left, self._is_done = call.max_new_tokens, False
@@ -754,6 +898,7 @@ class Stream(Iterator[StreamChunk]):
         call, params = self._call, self._params
         if self._state is None:
             with call.memory(params):
+                call.compile(params)
                 self._state, selection = _start(params, *call.prompt, **call.reading)
             no_tokens = np.zeros((len(self._lengths), 0), np.int32)
             return self._chunk(no_tokens, 0, first_rows(selection, call.num_rows))
@@ -762,10 +907,10 @@ class Stream(Iterator[StreamChunk]):
         # Return the first token as early as possible, in its own chunk.
         is_first = self._left == call.max_new_tokens
         count = min(1 if is_first else self._every, self._left)
-        limit = jnp.asarray(count, jnp.int32)
+        limit = np.asarray(count, np.int32)
         with advice(params=params, cache=self._state.cache):
             tokens, self._state = _continue(
-                params, self._state, call.sampling, limit, **self._decoding
+                params, self._state, call.sampling, limit, call.prompt[-1], **call.decoding
             )
         self._left -= count
         return self._chunk(tokens, count, None)

@@ -88,14 +88,17 @@ def left_to_right_padding(
             f"attention_mask must have the shape of tokens, {list(tokens.shape)}, "
             f"got {list(attention_mask.shape)}"
         )
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in (tokens, attention_mask))
     if not isinstance(attention_mask, jax.core.Tracer):
         _check_mask(np.asarray(attention_mask))
-    is_real = jnp.asarray(attention_mask).astype(bool)
+    xp: Any = jnp if is_traced else np  # arrays on the host compile nothing
+    is_real = xp.asarray(attention_mask).astype(bool)
     num_tokens = is_real.shape[1]
-    lengths = jnp.sum(is_real, axis=1, dtype=jnp.int32)
-    first = jnp.argmax(is_real, axis=1).astype(jnp.int32)
-    positions = (first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]) % num_tokens
-    return jnp.take_along_axis(jnp.asarray(tokens, jnp.int32), positions, axis=1), lengths
+    lengths = xp.sum(is_real, axis=1, dtype=xp.int32)
+    first = xp.argmax(is_real, axis=1).astype(xp.int32)
+    positions = (first[:, None] + xp.arange(num_tokens, dtype=xp.int32)[None, :]) % num_tokens
+    found = xp.take_along_axis(xp.asarray(tokens, xp.int32), positions, axis=1)
+    return jnp.asarray(found), jnp.asarray(lengths)
 
 
 def _check_mask(mask: np.ndarray) -> None:
@@ -144,11 +147,33 @@ def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
     return -(-blocks // step) * step * multiple
 
 
+def length_class(num_tokens: int, *, growth: int) -> int:
+    """Returns the longest prompt of the program that reads a prompt of `num_tokens` tokens.
+
+    Classes are `256 · growth^k` with `growth` 2, or `2048 · growth^k` with a larger one.
+
+    Example:
+      >>> [length_class(n, growth=2) for n in (1, 257, 1000)]
+      [256, 512, 1024]
+      >>> [length_class(n, growth=4) for n in (1, 2049, 100_000)]
+      [2048, 8192, 131072]
+    """
+    found = 256 if growth == 2 else 2048
+    while found < num_tokens:
+        found *= growth
+    return found
+
+
+def pad_to(tokens: Any, width: int) -> Any:
+    """Pads prompts `[B, T]` on the right to a number of columns."""
+    padding = ((0, 0), (0, width - tokens.shape[1]))
+    if isinstance(tokens, np.ndarray):  # token ids are read on the host
+        return np.pad(tokens, padding)
+    return jnp.pad(jnp.asarray(tokens), padding)
+
+
 def pad_to_bucket(tokens: Any, *, multiple: int, context_length: int) -> Any:
     """Pads prompts `[B, T]` on the right to the next bucket, but not beyond the model's context."""
     width = tokens.shape[1]
     bucket = max(width, min(bucket_length(width, multiple=multiple), context_length))
-    padding = ((0, 0), (0, bucket - width))
-    if isinstance(tokens, np.ndarray):  # token ids are read on the host
-        return np.pad(tokens, padding)
-    return jnp.pad(jnp.asarray(tokens), padding)
+    return pad_to(tokens, bucket)

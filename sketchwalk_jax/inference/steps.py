@@ -37,7 +37,7 @@ from sketchwalk_jax.inference.calls import (
 from sketchwalk_jax.inference.compiled import keep_by_default
 from sketchwalk_jax.memory import advice
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import run_layers, unembed
+from sketchwalk_jax.models.transformer import Tiles, run_layers, unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
@@ -129,6 +129,7 @@ def read_prompt(
             model_config=settings.model_config,
             layers=attention_by_layer(make, settings),
             swiglu_quantize=settings.swiglu_quantize,
+            tiles=_tiles(valid, settings),
         )
         pairs, selection = join_layers(found)
         if blocks is not None:
@@ -158,10 +159,30 @@ def read_prompt(
 
     embedding = params["embed"]["embedding"]
     start = jnp.zeros_like(wanted, embedding.dtype, shape=(*wanted.shape, embedding.shape[1]))
+    if settings.max_tile is not None:  # skip the chunks after the longest prompt
+        count = (jnp.max(layout.shift + lengths) + chunk - 1) // chunk
+        cache, taken = jax.lax.fori_loop(
+            0, count, lambda index, carry: step(carry, index)[0], (cache, start)
+        )
+        return taken, cache, None
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     (cache, taken), selection = jax.lax.scan(step, (cache, start), chunks)
     selection = jax.tree.map(_join_chunks, selection)
     return taken, cache, _empty_others(selection, is_row, cache.capacity)
+
+
+def _tiles(valid: Bool[Array, "B T"], settings: Settings) -> Tiles | None:
+    """Tiles for the columns up to the last token, at most `settings.max_tile` columns each."""
+    num_columns, unit = valid.shape[1], settings.policy.block_size
+    if settings.max_tile is None:
+        return None
+    blocks = num_columns // unit
+    most = max(1, settings.max_tile // unit)
+    of_tile = max(n for n in range(1, min(most, blocks) + 1) if blocks % n == 0)
+    size = of_tile * unit
+    column = jnp.arange(1, num_columns + 1, dtype=jnp.int32)
+    used = jnp.max(jnp.where(valid, column[None], 0))
+    return Tiles(size, (used + size - 1) // size)
 
 
 def new_cache(params: PyTree, batch: int, max_tokens: int, settings: Settings) -> Cache:

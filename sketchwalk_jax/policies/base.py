@@ -37,6 +37,10 @@ from sketchwalk_jax.validation import check_flag, check_integer, check_number, d
 
 PyTree = Any
 
+# Lists of at most this many units are as wide as the cache; wider ones as one of these shares.
+WIDEST_LISTS = 2**14
+SHARES = (0.125, 0.25, 0.5, 1.0)
+
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +226,29 @@ class Policy(abc.ABC):
         """
         return self
 
+    def for_program(self, num_layers: int, num_blocks: int) -> tuple["Policy", PyTree]:
+        """Separates the numbers that a program can take as arguments from the rest of the policy.
+
+        Policies that differ only in these numbers, such as budgets, then share programs.
+
+        Args:
+          num_layers: Number of layers of the model.
+          num_blocks: Number of blocks that the cache holds.
+
+        Returns:
+          The policy to compile for, and arrays for `with_numbers`; by default this policy and
+          `None`.
+        """
+        return self, None
+
+    def with_numbers(self, numbers: PyTree) -> Self:
+        """Puts numbers of `for_program` back, as arrays that are unknown at compile time."""
+        if numbers is None:
+            return self
+        changed = copy.copy(self)
+        object.__setattr__(changed, "_numbers", numbers)
+        return changed
+
     @property
     def phases(self) -> tuple[str, ...]:
         """Phases in which the policy selects: a subset of `("prefill", "decode")`."""
@@ -331,6 +358,11 @@ class Policy(abc.ABC):
         return float(size(1) - by_block) + float(by_block) * blocks
 
 
+def is_own(policy: Policy) -> bool:
+    """Whether the policy's class is this package's."""
+    return type(policy).__module__.startswith("sketchwalk_jax.")
+
+
 def check_policy(policy: Any, name: str = "policy") -> None:
     """Raises unless `policy` is a policy.
 
@@ -384,9 +416,31 @@ class ScorePolicy(Policy):
     def budget(self, num_units: int) -> np.ndarray:
         """Number of units that each of `num_units` rows keeps, int32 on the host, ascending."""
 
+    def for_program(self, num_layers: int, num_blocks: int) -> tuple["ScorePolicy", PyTree]:
+        """Separates the budgets; see `Policy`.
+
+        Lists are as wide as the cache has units. If there are too many, they are as wide as an
+        eighth, a quarter or a half of them where that suffices.
+        """
+        if not is_own(self):  # its code may use the density
+            return self, None
+        num_units = num_blocks * self.block_size // self.unit_size
+        table = self.budget(num_units)
+        shares = (1.0,) if num_units <= WIDEST_LISTS else SHARES
+        density = next(share for share in shares if share * num_units >= table[-1])
+        return dataclasses.replace(self, density=density), table
+
+    def budget_table(self, num_units: int) -> tuple[Int[Any, "J"], int]:
+        """Returns the budgets of all rows, and the width of lists, which is known at compile time.
+
+        Budgets are on the host, or an argument of the program (`with_numbers`).
+        """
+        own = self.budget(num_units)
+        return vars(self).get("_numbers", own), int(own[-1])
+
     def counts(self, rows: Int[Array, "B I"], num_units: int) -> Int[Array, "B I"]:
         """Number of units that the given rows keep. Padding rows count as the cache's last row."""
-        return jnp.asarray(self.budget(num_units))[jnp.minimum(rows, num_units - 1)]
+        return jnp.asarray(self.budget_table(num_units)[0])[jnp.minimum(rows, num_units - 1)]
 
     def score(
         self,
@@ -428,7 +482,7 @@ class ScorePolicy(Policy):
             self.counts(rows, num_units),
             sink_blocks=sink,
             local_blocks=local,
-            max_count=int(self.budget(num_units)[-1]),
+            max_count=self.budget_table(num_units)[1],
             block_size=self.unit_size,
         )
         return lists, walk
@@ -503,6 +557,13 @@ class DecodePolicy(ScorePolicy):
         super().__post_init__()
         check_integer("token_budget", self.token_budget, is_optional=True)
         check_flag("force_current", self.force_current)
+
+    def for_program(self, num_layers: int, num_blocks: int) -> tuple[ScorePolicy, PyTree]:
+        """Separates the budgets; see `Policy`."""
+        policy, numbers = super().for_program(num_layers, num_blocks)
+        if numbers is not None:
+            policy = dataclasses.replace(policy, token_budget=None)
+        return policy, numbers
 
     @property
     def phases(self) -> tuple[str, ...]:

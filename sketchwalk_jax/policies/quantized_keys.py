@@ -26,6 +26,7 @@ from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
 from sketchwalk_jax.pytree import register
 from sketchwalk_jax.scaled import ceil_log2, power_of_two, to_float8
+from sketchwalk_jax.selection import map_tiles
 
 LARGEST_QUANTIZED = 7
 # Range of scales for which `scale · quantized` is exact in float8_e4m3fn: up to 7 · 2^6 = 448, from
@@ -318,7 +319,11 @@ def block_scores(
         logits = logits.reshape(batch, num_heads, tile, count, num_blocks * pages)
         return _put_together(logits, (rows + 1) * pages, exponent, heads)
 
-    found = jax.lax.map(score, (tiles(queries), tiles(rows)))
+    parts = tiles(queries), tiles(rows)
+    if heads is None:
+        found = map_tiles(score, parts, rows, kv_lengths, tile=tile, block_size=size)
+    else:  # collectives must not depend on a condition
+        found = jax.lax.map(score, parts)
     return jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * pages)[:, :num_rows]
 
 

@@ -34,6 +34,8 @@ from sketchwalk_jax.pallas_kernels.page_scores import api as page_scores
 from sketchwalk_jax.pallas_kernels.top_k import api as top_k
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import (
+    SHARES,
+    WIDEST_LISTS,
     LayerShape,
     PyTree,
     ScorePolicy,
@@ -97,6 +99,8 @@ class RecommendedConfig(ScorePolicy):
         the same.
       num_layers: Number of layers of the model, set by `for_layer`. Without it, dense layers are
         not counted in the density.
+      layer_representatives: Numbers of representatives that layers may have, set by `for_program`
+        in place of a plan.
 
     Raises:
       ValueError: If a field is outside its range, dense layers alone exceed the density, or the
@@ -124,6 +128,7 @@ class RecommendedConfig(ScorePolicy):
     dense_layers: int | tuple[int, ...] = 0
     plan: Plan | None = None
     num_layers: int | None = None
+    layer_representatives: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -197,7 +202,45 @@ class RecommendedConfig(ScorePolicy):
 
     def for_layer(self, layer: int, num_layers: int) -> "RecommendedConfig":
         """Returns the same policy with the number of layers filled in."""
+        if self.num_layers == num_layers:
+            return self
         return dataclasses.replace(self, num_layers=num_layers)
+
+    def for_program(self, num_layers: int, num_blocks: int) -> tuple["RecommendedConfig", PyTree]:
+        """Separates the budgets, and the representatives of each layer; see `Policy`."""
+        own, num_pages = self.for_layer(0, num_layers), num_blocks * self.pages
+        choices = sorted(set(own.sparse_representatives))
+        numbers = {
+            "prompt": own.budgets(num_blocks),
+            "token": own.budgets(num_pages, is_token=True),
+            "representatives": np.asarray(own.sparse_representatives, np.int32),
+        }
+        dense = tuple(filter(own.is_dense, range(num_layers)))
+        num_sparse = num_layers - len(dense)
+        numbers = {
+            name: np.broadcast_to(x, (num_sparse, *x.shape[1:])) for name, x in numbers.items()
+        }
+        policy = dataclasses.replace(
+            own,
+            density=1.0,
+            min_tokens=1,
+            dense_layers=dense,
+            plan=None,
+            layer_representatives=() if choices == [own.representatives] else tuple(choices),
+        )
+        if num_pages > WIDEST_LISTS and num_sparse:
+            for share in SHARES:
+                density = (share * num_sparse + len(dense)) / num_layers
+                narrow = dataclasses.replace(policy, density=density)
+                if all(
+                    narrow.budgets(rows, is_token=is_token).max() >= numbers[name].max()
+                    for name, rows, is_token in (
+                        ("prompt", num_blocks, False),
+                        ("token", num_pages, True),
+                    )
+                ):
+                    return narrow, numbers
+        return policy, numbers
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer is dense, by `dense_layers` or by the plan."""
@@ -219,6 +262,8 @@ class RecommendedConfig(ScorePolicy):
     @property
     def sparse_representatives(self) -> tuple[int, ...]:
         """Number of representatives of a row in every sparse layer; one entry without a plan."""
+        if self.layer_representatives:
+            return self.layer_representatives
         if self.plan is None or self.num_layers is None:
             return (self.representatives,)
         sparse = [i for i in range(self.num_layers) if not self.is_dense(i)]
@@ -252,6 +297,15 @@ class RecommendedConfig(ScorePolicy):
             least=least,
         )
         return np.stack([make(density=one) for one in densities])
+
+    def budget_table(
+        self, num_units: int, *, is_token: bool = False
+    ) -> tuple[Int[Any, "Ls J"], int]:
+        """Returns `budgets`, on the host or as an argument of the program, and lists' width."""
+        own = self.budgets(num_units, is_token=is_token)
+        numbers = vars(self).get("_numbers")
+        found = own if numbers is None else numbers["token" if is_token else "prompt"]
+        return found, int(own.max())
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """Returns the walk before the first sparse layer."""
@@ -351,6 +405,8 @@ class RecommendedConfig(ScorePolicy):
         if kernel_config is None or not isinstance(statistics, LayerKeys):
             return None
         stack = statistics.stack
+        num_pages = stack.quantized.shape[2] * self.pages
+        budgets, max_count = self.budget_table(num_pages, is_token=True)
         return top_k.select_token_by_page_scores(
             query,
             stack.quantized,
@@ -359,7 +415,8 @@ class RecommendedConfig(ScorePolicy):
             walk,
             layer=statistics.layer,
             lengths=span.end,
-            budgets=self.budgets(stack.quantized.shape[2] * self.pages, is_token=True),
+            budgets=budgets,
+            max_count=max_count,
             scale=default_scale(query.shape[-1]),
             exponent=self.exponent,
             decay=self.decay,
@@ -427,7 +484,8 @@ class RecommendedConfig(ScorePolicy):
         separately and added to the norm.
         """
         rows = span.rows(self.block_size)
-        by_layer = jnp.asarray(self.sparse_representatives, jnp.int32)
+        numbers = vars(self).get("_numbers", {"representatives": self.sparse_representatives})
+        by_layer = jnp.asarray(numbers["representatives"], jnp.int32)
         least = by_layer[jnp.minimum(index, len(by_layer) - 1)]
         usual = sorted(set(self.sparse_representatives))
 
@@ -445,25 +503,36 @@ class RecommendedConfig(ScorePolicy):
             if first == last or count <= usual[0]:
                 break
             some = slice(first * self.block_size, last * self.block_size)
-            added = self.represent(query[:, some], span.valid[:, some], count, kernel_config)
-            added = added[:, :, usual[0] :]
-            own = rows[:, first:last]
+            own, before = rows[:, first:last], found[:, first:last]
             number = jnp.arange(usual[0], count, dtype=jnp.int32)[None, None]
             counts = self._early_representatives_of(own)[..., None]
             is_added = (number >= least) & (number < counts)
             # Scores are never negative. This comparison orders the collectives of both scores: on
             # CPUs two at once can deadlock.
-            is_added = is_added & (found[:, first:last, :1] >= 0.0)
-            added = jnp.where(is_added[..., None, None], added, jnp.nan)
-            # If no row is early, they add nothing. Then score them as a prompt's first rows, which
-            # have the fewest keys.
-            is_early = jnp.any(is_added, axis=(1, 2), keepdims=True)[..., 0]
-            own = jnp.where(is_early, own, own - own[:, :1])
-            before = found[:, first:last]
-            after = score(added, rows=own)
-            largest = jnp.maximum(jnp.maximum(before, after), jnp.finfo(jnp.float32).tiny)
-            powers = (before / largest) ** self.exponent + (after / largest) ** self.exponent
-            parts.append(largest * powers ** (1.0 / self.exponent))
+            is_added = is_added & (before[..., :1] >= 0.0)
+
+            def add(
+                before: Array,
+                some: slice = some,
+                own: Array = own,
+                count: int = count,
+                is_added: Array = is_added,
+            ) -> Float[Array, "B I P"]:
+                added = self.represent(query[:, some], span.valid[:, some], count, kernel_config)
+                added = jnp.where(is_added[..., None, None], added[:, :, usual[0] :], jnp.nan)
+                # If no row of a sequence is early, they add nothing. Then score them as a prompt's
+                # first rows, which have the fewest keys.
+                is_early = jnp.any(is_added, axis=(1, 2), keepdims=True)[..., 0]
+                after = score(added, rows=jnp.where(is_early, own, own - own[:, :1]))
+                largest = jnp.maximum(jnp.maximum(before, after), jnp.finfo(jnp.float32).tiny)
+                powers = (before / largest) ** self.exponent + (after / largest) ** self.exponent
+                return largest * powers ** (1.0 / self.exponent)
+
+            if span.heads is None:  # pieces after the early rows skip this
+                before = jax.lax.cond(jnp.any(is_added), add, lambda before: before, before)
+            else:  # collectives must not depend on a condition
+                before = add(before)
+            parts.append(before)
             first = last
         return jnp.concatenate([*parts, found[:, first:]], axis=1)
 
@@ -495,7 +564,7 @@ class RecommendedConfig(ScorePolicy):
         """
         num_pages = page_scores.shape[-1]
         num_rows = num_pages if is_token else num_pages // self.pages
-        budgets = self.budgets(num_rows, is_token=is_token)
+        budgets, max_count = self.budget_table(num_rows, is_token=is_token)
         own = jnp.asarray(budgets)[jnp.minimum(index, len(budgets) - 1)]
         rows = last if is_token else last // self.pages
         counts = own[jnp.minimum(rows, num_rows - 1)]
@@ -503,7 +572,7 @@ class RecommendedConfig(ScorePolicy):
         rule: dict[str, Any] = dict(
             sink_blocks=sink,
             local_blocks=self.pages if is_token else local,
-            max_count=int(budgets.max()),
+            max_count=max_count,
             block_size=self.unit_size,
             row_size=None if is_token else self.block_size,
         )
@@ -681,10 +750,14 @@ def page_budget(num_rows: int, *, density: float, pages: int, least: int) -> Int
       >>> page_budget(128, density=0.1, pages=4, least=16)[[0, 3, 20, 63, 127]].tolist()
       [4, 16, 16, 27, 53]
     """
-    share, half = Fraction(repr(float(density))), Fraction(1, 2)
-    counts = np.zeros(num_rows, np.int32)
-    for row in range(num_rows):
-        wanted = round(pages * (share * (row + half) + half))
-        counts[row] = min(pages * (row + 1), max(least, wanted))
+    share = Fraction(repr(float(density)))
+    # In integers of any size, which round halves to even as `round` does.
+    double = np.arange(1, 2 * num_rows, 2, dtype=object)  # 2 i + 1
+    two_q = 2 * share.denominator
+    scaled = pages * (share.numerator * double + share.denominator)
+    wanted, rest = scaled // two_q, 2 * (scaled % two_q)
+    wanted = wanted + ((rest > two_q) | ((rest == two_q) & (wanted % 2 == 1)))
+    most = pages * np.arange(1, num_rows + 1)
+    counts = np.minimum(most, np.maximum(least, wanted.astype(np.int64))).astype(np.int32)
     counts.setflags(write=False)
     return counts

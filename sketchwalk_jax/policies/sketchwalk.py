@@ -233,7 +233,7 @@ class SketchWalkConfig(BudgetPolicy):
         The mean query represents a query block; in decode, the token's mean over heads does.
         """
         num_blocks = statistics.key.shape[1]
-        rows, budget = span.rows(self.block_size), self.budget(num_blocks)
+        rows, (budget, max_count) = span.rows(self.block_size), self.budget_table(num_blocks)
         omega = self._omega(query)
         if span.is_token and kernel_config is not None:
             selected = walk_kernels.select_token(
@@ -243,6 +243,7 @@ class SketchWalkConfig(BudgetPolicy):
                 walk,
                 positions=span.positions,
                 budget=budget,
+                max_count=max_count,
                 omega=omega,
                 **self._walk_rule,
                 **self._list_rule,
@@ -260,7 +261,7 @@ class SketchWalkConfig(BudgetPolicy):
         precision = walk_kernels.walk_precision(kernel_config)
         selecting, walk = walk_step(walk, scores, rows, **self._walk_rule, precision=precision)
         counts = self.counts(rows, num_blocks)
-        lists = dict(self._list_rule, max_count=int(budget[-1]))
+        lists = dict(self._list_rule, max_count=max_count)
         selection = None
         if kernel_config is not None:
             selection = top_k.select_blocks(

@@ -49,7 +49,7 @@ class StreamingConfig(BudgetPolicy):
         """Lists the first and most recent blocks of every row."""
         rows, num_blocks = span.rows(self.block_size), key.shape[2] // self.block_size
         counts = self.counts(rows, num_blocks)[..., None]
-        place = jnp.arange(int(self.budget(num_blocks)[-1]), dtype=jnp.int32)[None, None, :]
+        place = jnp.arange(self.budget_table(num_blocks)[1], dtype=jnp.int32)[None, None, :]
         skipped = rows[..., None] + 1 - counts  # blocks between the first and the recent ones
         ids = jnp.where(place < self.sink_blocks, place, place + skipped)
         ids = jnp.where(place < counts, ids, num_blocks)
