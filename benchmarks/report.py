@@ -198,7 +198,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "load": ("Sequences × tokens", lambda load: f"{load[0]} × {load[1]:,}"),
     "gpus": ("GPUs", lambda gpus: "one" if gpus[0] == 1 else f"{gpus[0]}, by `{gpus[1]}`"),
     "claim": ("Claim: what is compared", str),
-} | {name: (name.capitalize(), str) for name in ("model", "weights", "part", "product")}
+} | {name: (name.capitalize(), str) for name in ("model", "weights", "part", "product", "call")}
 
 
 # Results.

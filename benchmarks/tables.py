@@ -15,6 +15,7 @@ from report import (
     Table,
     best,
     bytes_read,
+    describe,
     duration,
     loss_beyond,
     mean,
@@ -22,6 +23,7 @@ from report import (
     number,
     of_floor,
     ratio,
+    read,
     right,
     right_interval,
     select,
@@ -151,6 +153,94 @@ def on_a_device(row: Row) -> Iterator[Row]:
     """Keeps a timed row of `sketchwalk bench`."""
     if "seconds" in row:
         yield row
+
+
+# First calls: descriptions of the steps, by name.
+CALLS = {
+    "import": "import of the package",
+    "load": "weights from disk",
+    "first": "first call, {tokens:,} tokens",
+    **dict.fromkeys(("same octave", "other octave", "short"), "{tokens:,} tokens"),
+    "density": "density {density:g}",
+    "max_new_tokens": "{max_new_tokens} new tokens, not 32",
+    "max_tokens": "room for a second turn",
+    "second turn": "second turn, {tokens:,} tokens",
+    "batch": "{batch} prompts",
+    "stream": "`stream`",
+    "dense": "`Dense()`",
+    "session": "session of {prompts} prompts",
+}
+
+
+def called(row: Row) -> Iterator[Row]:
+    """Adds to a row of first calls the description of its call."""
+    if row["step"] in CALLS and not row["error"]:
+        yield row | {"call": CALLS[row["step"]].format(**row)}
+
+
+def with_programs(rows: list[Row], _: Other) -> str:
+    """Formats the time of a first call, and the number of programs that XLA compiled."""
+    text, count = duration(1e3 * rows[0]["first_s"]), rows[0].get("compiled")
+    return text if count is None else f"{text}, {count} program{'s' * (count != 1)}"
+
+
+def when_warm(rows: list[Row], _: Other) -> str:
+    """Formats the time of a repeated call."""
+    return duration(1e3 * rows[0]["warm_s"]["median"]) if "warm_s" in rows[0] else NOTHING
+
+
+FIRST_CALL = Table(
+    file="first_call.json",
+    command="python benchmarks/first_call.py",
+    adapt=called,
+    lines=("model", "call"),
+    columns={
+        "Empty cache": ({"cache": "empty"}, with_programs),
+        "Later process": ({"cache": "filled"}, with_programs),
+        "Again": ({"cache": "empty"}, when_warm),
+    },
+    note="After a time: the programs that XLA compiled, without those from the cache on disk.",
+    has_gaps=True,
+)
+FIRST_CALL_CPU = dataclasses.replace(FIRST_CALL, file="first_call_cpu.json")
+
+
+def first_measured(results: Path) -> Table:
+    """Returns the table of first calls on a GPU if these were measured, else on a CPU."""
+    return FIRST_CALL if (results / FIRST_CALL.file).exists() else FIRST_CALL_CPU
+
+
+class FirstCall:
+    """The table of first calls on a GPU, or on a CPU while no GPU was measured."""
+
+    def write(self, results: Path) -> str:
+        """Writes the table, from the folder of results."""
+        return first_measured(results).write(results)
+
+
+class FirstCallSentence:
+    """The sentence on the first call of a process, for each model of the same results."""
+
+    def write(self, results: Path) -> str:
+        """Writes the sentences, from the folder of results."""
+        table = first_measured(results)
+        path = results / table.file
+        data = read(path) if path.exists() else {"rows": []}
+        rows = select(data["rows"], {"step": "first", "error": None})
+        sentences = []
+        for row in select(rows, {"cache": "empty"}):
+            for later in select(rows, {"cache": "filled", "model": row["model"]}):
+                found = (row["warm_s"]["median"], row["extra_s"], later["extra_s"])
+                warm, first, second = (duration(1e3 * one) for one in found)
+                sentences.append(
+                    f"With {row['model']}, {row['tokens']:,} tokens and {row['max_new_tokens']} "
+                    f"new ones, a repeated call takes {warm}. The first call ever takes {first} "
+                    f"more, the first call of a later process {second} more."
+                )
+        if not sentences:
+            return f"To measure: `{table.command}`."
+        runs = [row["run"] for row in rows]
+        return f"{' '.join(sentences)} {describe(data['meta'], runs, table.command)}"
 
 
 SCALE = Table(
@@ -301,6 +391,7 @@ TIMES: dict[str, Table] = {
             ),
         },
     ),
+    "first-call-cpu": FIRST_CALL_CPU,
     "device-epyc": Table(
         file="devices/own_epyc_two_cores.json",
         command="sketchwalk bench --model models/sketchwalk_8m",
@@ -579,4 +670,10 @@ class BreakEven:
         return break_even.sentence(results)
 
 
-TABLES: dict[str, Table | BreakEven] = {**TIMES, **RESULTS, "break-even": BreakEven()}
+TABLES: dict[str, Table | BreakEven | FirstCall | FirstCallSentence] = {
+    **TIMES,
+    **RESULTS,
+    "break-even": BreakEven(),
+    "first-call": FirstCall(),
+    "first-call-sentence": FirstCallSentence(),
+}
