@@ -281,18 +281,18 @@ class Tiles:
     size: int
     count: Int[Array, ""]
 
-    def is_whole(self, x: Float[Array, "B T *rest"]) -> bool:
+    def is_whole(self, x: Float[Array, "B T ..."]) -> bool:
         """Whether one tile holds all columns."""
         return x.shape[1] == self.size
 
 
 def by_tiles(
     function: Callable[..., tuple[Array, ...]],
-    updated: tuple[Float[Array, "B T *rest"], ...],
-    written: tuple[Float[Array, "B T *rest"], ...],
-    *arrays: Float[Array, "B T *rest"],
+    updated: tuple[Float[Array, "B T ..."], ...],
+    written: tuple[Float[Array, "B T ..."], ...],
+    *arrays: Float[Array, "B T ..."],
     tiles: Tiles,
-) -> tuple[Float[Array, "B T *rest"], ...]:
+) -> tuple[Float[Array, "B T ..."], ...]:
     """Applies a function of each token, a tile at a time.
 
     Args:

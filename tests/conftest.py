@@ -96,6 +96,19 @@ def _compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     jax.config.update("jax_disable_most_optimizations", was)
     jax.clear_caches()
+    if (compiled := sys.modules.get(_COMPILED)) is not None:
+        compiled.forget_programs()
+
+
+# Not imported here, as each test module depends on what this file imports.
+_COMPILED = "sketchwalk_jax.inference.compiled"
+
+
+@pytest.fixture(autouse=True)
+def _programs_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps no whole programs on disk: their keys do not know what a test replaces."""
+    if (compiled := sys.modules.get(_COMPILED)) is not None:
+        monkeypatch.setattr(compiled, "programs_folder", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -157,6 +157,7 @@ class Program:
         self._does, self._name = does, f"{function.__module__}.{function.__qualname__}"
         self._programs: dict[Any, Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
+        _all.append(self)
 
     def __call__(self, *arrays: PyTree, **static: Any) -> PyTree:
         """Runs the program, which it compiles first if there is none."""
@@ -177,11 +178,6 @@ class Program:
         """
         device = _device_of(arrays)
         return None if device is None else self._begin(arrays, static, device)
-
-    def clear(self) -> None:
-        """Forgets the programs in memory."""
-        with self._lock:
-            self._programs.clear()
 
     def _begin(
         self, arrays: tuple[PyTree, ...], static: dict[str, Any], device: jax.Device
@@ -229,28 +225,34 @@ class Program:
 
 
 _from_cache = threading.local()
-_whole_lock, _whole_now = threading.Lock(), list[float]()  # JAX's threshold, for each block
+_whole_lock, _whole_now = threading.Lock(), list[dict[str, Any]]()  # JAX's settings, by block
 
 
 @contextlib.contextmanager
 def _whole() -> Iterator[Callable[[], bool]]:
-    """Keeps what the block compiles out of JAX's disk cache; yields whether it came from there.
+    """Keeps what the block compiles out of JAX's disk cache; yields whether it succeeded.
 
-    A program from that cache lacks parts on CPUs if it is written again.
+    A program from that cache lacks parts on CPUs if it is written again. So programs are not
+    written to it, and other keys than JAX's usual ones find none.
     """
-    name = "jax_persistent_cache_min_compile_time_secs"
+    ours = {
+        "jax_persistent_cache_min_compile_time_secs": float("inf"),
+        "jax_compilation_cache_include_metadata_in_key": True,
+    }
     _listen_to_jax_cache()
     _from_cache.hits = 0
     with _whole_lock:
-        _whole_now.append(_whole_now[0] if _whole_now else getattr(jax.config, name))
-        jax.config.update(name, float("inf"))
+        usual = {name: getattr(jax.config, name) for name in ours}
+        _whole_now.append(_whole_now[0] if _whole_now else usual)
+        for name, value in ours.items():
+            jax.config.update(name, value)
     try:
         yield lambda: not _from_cache.hits
     finally:
         with _whole_lock:
-            last = _whole_now.pop()
-            if not _whole_now:
-                jax.config.update(name, last)
+            usual = _whole_now.pop()
+            for name, value in ({} if _whole_now else usual).items():
+                jax.config.update(name, value)
 
 
 @functools.cache
@@ -260,6 +262,16 @@ def _listen_to_jax_cache() -> None:
             _from_cache.hits = getattr(_from_cache, "hits", 0) + 1
 
     jax.monitoring.register_event_listener(count)
+
+
+_all = list[Program]()
+
+
+def forget_programs() -> None:
+    """Forgets all programs in memory, as `jax.clear_caches` forgets those of `jax.jit`."""
+    for program in _all:
+        with program._lock:
+            program._programs.clear()
 
 
 def _hand_on(to: "Future[Any]", done: "Future[Any]") -> None:

@@ -98,7 +98,7 @@ def left_to_right_padding(
     first = xp.argmax(is_real, axis=1).astype(xp.int32)
     positions = (first[:, None] + xp.arange(num_tokens, dtype=xp.int32)[None, :]) % num_tokens
     found = xp.take_along_axis(xp.asarray(tokens, xp.int32), positions, axis=1)
-    return jnp.asarray(found), jnp.asarray(lengths)
+    return jnp.asarray(found, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
 def _check_mask(mask: np.ndarray) -> None:

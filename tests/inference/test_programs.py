@@ -1,0 +1,371 @@
+"""Programs shared by lengths and budgets, compiled side by side, and kept on disk."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from tiny import MODEL, POLICIES, SPARSE, params, plan, prompts
+
+import sketchwalk_jax as sw
+from sketchwalk_jax.inference import compiled, generation
+from sketchwalk_jax.inference.compiled import programs_folder
+from sketchwalk_jax.policies import by_name
+from sketchwalk_jax.policies.adamas import AdamasConfig
+from sketchwalk_jax.policies.quest import QuestConfig
+
+PAGED = {"block_size": 32, "min_tokens": 48, "early_representatives": ((128, 8),)}
+
+
+def recommended(density=0.3, **fields):
+    return sw.SketchWalkConfig.recommended(density=density, representatives=4, **PAGED | fields)
+
+
+ANY = {
+    **POLICIES,
+    "recommended": recommended(),
+    "planned": recommended(0.4, plan=plan((0.2, 0.6), *[(0.5, 0.1), (0.1, 0.05)] * 2)),
+    "quest": QuestConfig(density=0.3, dense_layers=1),
+    "quest-tokens": QuestConfig(token_budget=64, dense_layers=1),
+    "adamas": AdamasConfig(density=0.3, dense_layers=1, block_size=16),
+    "streaming": by_name("streaming", density=0.4, block_size=16),
+    "random": by_name("random", density=0.4, block_size=16),
+    "oracle": by_name("oracle", density=0.4, block_size=16),
+    "minference": by_name("minference", block_size=16),
+    "flexprefill": by_name("flexprefill", block_size=16),
+}
+
+
+@pytest.fixture
+def weights():
+    return params()
+
+
+@pytest.fixture
+def compilations():
+    """Returns the names of the programs that XLA has compiled since it was cleared."""
+    names = []
+
+    def listen(event, seconds, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _forget():
+    """Forgets programs as the end of a process does."""
+    compiled.forget_programs()
+    jax.clear_caches()
+
+
+def _of_generation(compilations):
+    """The names of the programs that read prompts and decode tokens, without small operations."""
+    return [name for name in compilations if "decod" in name]
+
+
+# Sharing.
+
+
+@pytest.mark.parametrize("name", ANY)
+def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name):
+    """Under the caller's `jit`, shapes are those of the prompts, and budgets are constants."""
+    tokens, lengths = prompts(301, 150)
+    options = {"model_config": MODEL, "policy": ANY[name], "max_new_tokens": 5, "lengths": lengths}
+    shared = generation.generate(weights, tokens, **options)
+    own = jax.jit(lambda params: generation.generate(params, tokens, **options))(weights)
+    np.testing.assert_array_equal(shared.tokens, own.tokens)
+    np.testing.assert_array_equal(shared.cache.lengths, own.cache.lengths)
+    for mine, theirs in zip(
+        *map(jax.tree.leaves, (shared.cache.density, own.cache.density)), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+    for row, length in enumerate(lengths + 5):
+        of_row = [x.key[:, row, :length] for x in (shared.cache, own.cache)]
+        np.testing.assert_allclose(*of_row, rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_budgets_and_plans_compile_nothing(weights, compilations):
+    policies = {
+        "density": [recommended(0.3), recommended(0.2), recommended(0.7, min_tokens=64)],
+        "plan": [
+            recommended(0.4, plan=plan((0.2, 0.6), *[(0.5, 0.1), (0.1, 0.05)] * 2)),
+            recommended(0.3, plan=plan((0.2, 0.6), *[(0.1, 0.05), (0.5, 0.1)] * 2)),
+        ],
+        "paper": [POLICIES["paper"], dataclasses.replace(POLICIES["paper"], density=0.1)],
+        "quest": [ANY["quest"], ANY["quest-tokens"]],
+    }
+    for some in policies.values():
+        for number, (policy, length, new) in enumerate(
+            zip(some, (300, 257, 400), (3, 20, 9), strict=False)
+        ):
+            compilations.clear()
+            tokens, _ = prompts(length, seed=length)
+            run = generation.make_generate(MODEL, policy, max_new_tokens=new)
+            out = run(weights, tokens)
+            assert out.tokens.shape == (1, new)
+            named = {"model_config": MODEL, "policy": policy, "max_new_tokens": new}
+            whole = generation.generate(weights, tokens, **named)
+            chunks = list(generation.stream(weights, tokens, **named))
+            found = np.concatenate([one.tokens for one in chunks], axis=1)
+            np.testing.assert_array_equal(out.tokens, whole.tokens)
+            np.testing.assert_array_equal(out.tokens, found)
+            assert number == 0 or not compilations, (policy, compilations)
+
+
+def test_padding_on_the_left_and_later_turns_compile_nothing(weights, compilations):
+    policy = recommended()
+    run = generation.make_generate(MODEL, policy, max_new_tokens=4, max_tokens=500)
+    later = generation.make_generate(MODEL, policy, max_new_tokens=4)
+    for number, length in enumerate((60, 75)):
+        compilations.clear()
+        tokens, _ = prompts(length, seed=length)
+        mask = np.ones_like(tokens)
+        tokens, mask = (np.pad(x, ((0, 0), (7, 0))) for x in (tokens, mask))
+        out = run(weights, tokens, attention_mask=mask)
+        for turn in range(2):
+            out = later(weights, prompts(20 + turn + number)[0], cache=out.cache)
+        assert number == 0 or not compilations
+
+
+def test_measured_density_follows_the_density_of_each_call(weights):
+    tokens, _ = prompts(400)
+    found = []
+    for density in (0.2, 0.5, 1.0):
+        run = generation.make_generate(MODEL, recommended(density), max_new_tokens=2)
+        found.append(float(run(weights, tokens).measured_density.overall))
+    assert found[0] < found[1] < found[2] == 1.0
+
+
+def test_policies_of_ones_own_see_their_density(weights):
+    seen = []
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(sw.SketchWalkConfig):
+        def select(self, *arguments, **options):
+            seen.append(self.density)
+            return super().select(*arguments, **options)
+
+    policy = Own(**SPARSE)
+    generation.generate(
+        weights, prompts(30)[0], model_config=MODEL, policy=policy, max_new_tokens=1
+    )
+    assert set(seen) == {SPARSE["density"]}
+
+
+def test_a_class_is_given_up_if_memory_is_short(weights, monkeypatch):
+    tokens, _ = prompts(300)
+    options = {"model_config": MODEL, "policy": POLICIES["paper"], "max_new_tokens": 1}
+    assert generation.generate(weights, tokens, **options).cache.capacity == 512
+    long = dataclasses.replace(MODEL, max_position_embeddings=2048)
+    options["model_config"] = long
+    most = generation.generate(weights, tokens, **options)
+    assert most.cache.capacity == 512 + 256
+    monkeypatch.setattr(generation, "free_bytes", lambda like: 2**19)
+    least = generation.generate(weights, tokens, **options)
+    assert least.cache.capacity == 320 + 256
+    np.testing.assert_array_equal(least.tokens, most.tokens)
+
+
+# Disk.
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Keeps whole programs in a new folder."""
+    monkeypatch.setattr(compiled, "programs_folder", lambda: tmp_path)
+    _forget()
+    yield tmp_path
+    _forget()
+
+
+def _answer(weights, policy=None, **options):
+    policy = POLICIES["paper"] if policy is None else policy
+    run = generation.make_generate(MODEL, policy, max_new_tokens=3, **options)
+    return np.asarray(run(weights, prompts(20)[0]).tokens)
+
+
+def test_a_later_process_loads_programs(weights, folder, compilations):
+    first = _answer(weights)
+    names = sorted(path.name for path in folder.iterdir())
+    assert len(names) == 2
+    for damage in (lambda raw: b"", lambda raw: raw[:-1], lambda raw: raw[:99] + b"x" + raw[100:]):
+        _forget()
+        compilations.clear()
+        np.testing.assert_array_equal(_answer(weights), first)
+        assert not _of_generation(compilations)
+        for path in folder.iterdir():
+            path.write_bytes(damage(path.read_bytes()))
+        _forget()
+        np.testing.assert_array_equal(_answer(weights), first)
+        assert len(_of_generation(compilations)) == 2
+        assert sorted(path.name for path in folder.iterdir()) == names
+
+
+@pytest.mark.parametrize("change", ["version", "code", "flags", "settings", "precision", "weights"])
+def test_a_program_made_for_something_else_is_not_loaded(weights, folder, monkeypatch, change):
+    _answer(weights)
+    before = set(folder.iterdir())
+    _forget()
+    policy = None
+    if change == "version":
+        monkeypatch.setattr(compiled, "_installed", lambda: ("another",))
+    elif change == "code":
+        monkeypatch.setattr(compiled, "_code_here", lambda: "another")
+    elif change == "flags":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    elif change == "settings":
+        policy = dataclasses.replace(POLICIES["paper"], exponent=4)
+    elif change == "weights":
+        weights = params("bfloat16")
+    if change == "precision":
+        with jax.default_matmul_precision("highest"):
+            _answer(weights)
+    else:
+        _answer(weights, policy)
+    assert len(set(folder.iterdir()) - before) == 2
+
+
+def test_policies_of_ones_own_are_not_kept(weights, folder):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(sw.SketchWalkConfig):
+        pass
+
+    _answer(weights, Own(**SPARSE))
+    assert not list(folder.iterdir())
+
+
+def test_the_programs_used_longest_ago_go_first(weights, folder, monkeypatch):
+    _answer(weights)
+    old = list(folder.iterdir())
+    for path in old:
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(compiled, "MOST_BYTES", sum(path.stat().st_size for path in old) + 1)
+    _answer(weights, dataclasses.replace(POLICIES["paper"], exponent=4))
+    left = list(folder.iterdir())
+    assert len(left) == 2 and not set(old) & set(left)
+
+
+def test_a_full_disk_is_no_error(weights, folder, monkeypatch):
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(compiled.os, "replace", fail)
+    assert _answer(weights).shape == (1, 3)
+    assert not list(folder.iterdir())
+
+
+def test_only_a_folder_of_ones_own_is_used(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        assert programs_folder() == tmp_path / "programs"
+        assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
+        (tmp_path / "programs").chmod(0o770)
+        with pytest.warns(UserWarning, match="must be a folder that only you can write"):
+            assert programs_folder() is None
+        (tmp_path / "programs").rmdir()
+        (tmp_path / "programs").symlink_to(tmp_path)  # who made the link may change it
+        compiled._warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="must be a folder that only you can write"):
+            assert programs_folder() is None
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/folder")
+        assert programs_folder() is None
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert programs_folder() is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert programs_folder() is None
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+
+
+_LATER = """
+import sys
+import jax
+names = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **more: names.append(more.get("fun_name"))
+    if event == "/jax/core/compile/backend_compile_duration" else None
+)
+sys.path.insert(0, {tests!r})
+import numpy as np
+from tiny import MODEL, POLICIES, params, prompts
+import sketchwalk_jax as sw
+run = sw.make_generate(MODEL, POLICIES["paper"], max_new_tokens=3)
+print(np.asarray(run(params(), prompts(20)[0]).tokens).tolist())
+print([name for name in names if "decod" in name])
+"""
+
+
+def test_processes_share_programs(tmp_path, program_environment):
+    tests = str(next(p for p in map(os.path.abspath, sys.path) if os.path.exists(f"{p}/tiny.py")))
+    environment = program_environment | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _LATER.format(tests=tests)]
+    same = {"env": environment, "text": True, "stdout": subprocess.PIPE}
+    both = [subprocess.Popen(command, **same) for _ in range(2)]  # may write at once
+    first, second = (one.communicate()[0].splitlines() for one in both)
+    assert first[0] == second[0] and len(list((tmp_path / "programs").iterdir())) == 2
+    later = subprocess.run(command, check=True, **same).stdout.splitlines()
+    assert later == [first[0], "[]"]
+
+
+# Compiling.
+
+
+def test_both_programs_compile_at_once(weights, monkeypatch):
+    _forget()
+    meet = threading.Barrier(2, timeout=60)
+    compile_one = jax.stages.Lowered.compile
+
+    def wait(lowered, *arguments, **options):
+        meet.wait()  # breaks if one ends before the other begins
+        return compile_one(lowered, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", wait)
+    assert _answer(weights).shape == (1, 3)
+
+
+def test_a_failure_to_compile_is_raised_and_tried_again(weights, monkeypatch):
+    _forget()
+
+    def fail(*arguments, **options):
+        raise RuntimeError("no compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", fail)
+        with pytest.raises(RuntimeError, match="no compiler"):
+            _answer(weights)
+    assert _answer(weights).shape == (1, 3)
+
+
+def test_a_slow_compilation_says_so_in_a_terminal(weights, monkeypatch, capsys):
+    for is_terminal in (False, True):
+        _forget()
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+        monkeypatch.setattr(compiled, "_SLOW_SECONDS", 0.0)
+        _answer(weights)
+        said = capsys.readouterr().err
+        assert ("compiling the program that reads prompts" in said) == is_terminal
+        assert ("compiling the program that decodes tokens" in said) == is_terminal
+    _answer(weights)
+    assert not capsys.readouterr().err
+
+
+def test_shapes_of_weights_are_enough_to_compile_ahead(weights, compilations):
+    _forget()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+    made = generation.make_generate(MODEL, POLICIES["paper"], max_new_tokens=3)
+    made.check(shapes, np.zeros((1, 31), np.int32)).compile(shapes, is_ahead=True)
+    assert _answer(weights).shape == (1, 3)
+    assert len(_of_generation(compilations)) == 2
