@@ -160,8 +160,7 @@ found = {name: [measure(candidate(name, d)) for d in densities] for name in name
 # The horizontal axis is the measured density: attended pairs divided by causal pairs, over all
 # layers, dense ones included. At this length the first block, the newest blocks and, in `paper` and
 # `streaming`, two dense layers are a large part of it. Add more values to `densities` to measure
-# more points. Each one compiles a program, because the density sets the width of the lists of
-# blocks.
+# more points: all densities of a policy run the same programs.
 
 # %%
 figure, axis = plt.subplots(figsize=(5.6, 3.4), layout="constrained")

@@ -83,8 +83,8 @@ print(tokens.shape[1], "tokens")
 
 # %% [markdown]
 # Run dense attention first. `make_generate` returns a jitted function, which stops at the model's
-# end token. The first call compiles. Later calls do not compile again for another prompt of a
-# similar length, nor for another `max_new_tokens` up to 256.
+# end token. The first call compiles. Later calls do not compile again for another prompt of up to
+# the next power of two, another density, or another `max_new_tokens` up to 256.
 
 # %%
 dense_generate = sw.make_generate(model_config, sw.Dense(), max_new_tokens=8)

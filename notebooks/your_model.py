@@ -64,12 +64,12 @@ sw.keep_compiled_programs()
 # knows English and finds facts.
 
 # %%
-lm = sw.LanguageModel.load(os.environ.get("MODEL_DIR") or bundled_model())
+lm = sw.LanguageModel.load(os.environ.get("MODEL_DIR") or bundled_model(), warm_up=100)
 print(lm)
 
 # %% [markdown]
-# `generate` takes a string and returns a string. The first call compiles two programs. Later calls
-# of a similar length run them again.
+# `generate` takes a string and returns a string. Its two programs have been compiled since loading
+# began, for prompts of about `warm_up` tokens. Later calls of a similar length run them again.
 
 # %%
 print(lm.generate("The house stood at the end of", max_new_tokens=16))

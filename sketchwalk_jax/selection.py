@@ -237,32 +237,32 @@ def select_blocks_per_head(
 
 
 def map_tiles(
-    function: Callable[[PyTree], Float[Array, "*out"]],
+    function: Callable[[PyTree], Float[Array, "B Q P"]],
     parts: PyTree,
     rows: Int[Array, "B I"],
     kv_lengths: Int[Array, "B"],
     *,
     tile: int,
     block_size: int,
-) -> Float[Array, "tiles *out"]:
+    num_columns: int,
+) -> Float[Array, "tiles B Q P"]:
     """`jax.lax.map(function, parts)` that skips the last tiles, whose rows have no token.
 
     Args:
-      function: Function of a tile of rows.
+      function: Function of a tile of rows, with a float32 result.
       parts: Its arguments for all tiles, stacked.
       rows: Block of each row, consecutive in a sequence.
       kv_lengths: Number of tokens of each sequence.
       tile: Rows of a tile.
       block_size: Tokens of a row.
+      num_columns: Columns `P` of a result.
 
     Returns:
       The stacked results; 0 for tiles that are skipped.
     """
-    first = jax.tree.map(lambda x: x[0], parts)
     num_tiles = len(jax.tree.leaves(parts)[0])
     if num_tiles == 1:
-        return function(first)[None]
-    shape = jax.eval_shape(function, first)
+        return function(jax.tree.map(lambda x: x[0], parts))[None]
     num_rows = jnp.max((kv_lengths + block_size - 1) // block_size - rows[:, 0])
     count = jnp.clip((num_rows + tile - 1) // tile, 0, num_tiles)
 
@@ -270,7 +270,8 @@ def map_tiles(
         return found.at[index].set(function(jax.tree.map(lambda x: x[index], parts)))
 
     like = jax.tree.leaves(parts)[-1]  # varies over the axes of a `shard_map` as the results do
-    nothing = jnp.zeros_like(like, shape.dtype, shape=(num_tiles, *shape.shape))
+    shape = (num_tiles, rows.shape[0], tile, num_columns)
+    nothing = jnp.zeros_like(like, jnp.float32, shape=shape)
     return jax.lax.fori_loop(0, count, one, nothing)
 
 

@@ -147,8 +147,8 @@ FAULTS = (
     Fault("budget-rounded-down",
           "A share of the blocks is rounded down, so that a policy keeps less than it says.",
           "sketchwalk_jax/selection.py",
-          "-((-share.numerator * int(n)) // share.denominator)",
-          "(share.numerator * int(n)) // share.denominator"),
+          "-((-share.numerator * rows.astype(object)) // share.denominator)",
+          "(share.numerator * rows.astype(object)) // share.denominator"),
     Fault("infinite-score-wins",
           "A score that is infinite ranks highest instead of lowest.",
           "sketchwalk_jax/selection.py",
@@ -232,10 +232,7 @@ FAULTS = (
           "sketchwalk_jax/inference/generation.py",
           """\
         lengths = check_prompt(tokens, lengths, model_config)
-        if to_bucket:
-            size, context = settings.policy.block_size, model_config.context_length
-            tokens = pad_to_bucket(tokens, multiple=size, context_length=context)
-""",
+        shares =""",
           """\
         if to_bucket:
             if lengths is None:
@@ -243,7 +240,7 @@ FAULTS = (
             size, context = settings.policy.block_size, model_config.context_length
             tokens = pad_to_bucket(tokens, multiple=size, context_length=context)
         lengths = check_prompt(tokens, lengths, model_config)
-"""),
+        shares ="""),
     Fault("one-end-token",
           "Only the first of several end tokens ends a sequence.",
           "sketchwalk_jax/inference/generation.py",
@@ -252,8 +249,38 @@ FAULTS = (
     Fault("decode-compiled-per-chunk-size",
           "Another chunk size of the prompt compiles the program of a generated token again.",
           "sketchwalk_jax/inference/generation.py",
-          '"settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),',
-          '"settings": settings,'),
+          "settings, chunk_size=None, max_tile=None, return_selection=False",
+          "settings, max_tile=None"),
+    Fault("budget-compiled-in",
+          "Another density compiles the programs again.",
+          "sketchwalk_jax/policies/base.py",
+          "return dataclasses.replace(self, density=density), table",
+          "return self, None"),
+    Fault("padding-attends",
+          "Rows of padding attend to keys, which takes time and counts as density.",
+          "sketchwalk_jax/inference/cached_layer.py",
+          "counts = jnp.where(num_queries[:, None] > 0, lists.counts, 0)",
+          "counts = lists.counts"),
+    Fault("tile-left-out",
+          "The last tile of a prompt is left out if it is not full.",
+          "sketchwalk_jax/inference/steps.py",
+          "return Tiles(size, (used + size - 1) // size)",
+          "return Tiles(size, used // size)"),
+    Fault("damaged-program-loaded",
+          "A damaged file of a program is loaded.",
+          "sketchwalk_jax/inference/compiled.py",
+          "if raw[:head] != _MAGIC or hashlib.sha256(content).digest() != digest:",
+          "if raw[:head] != _MAGIC:"),
+    Fault("program-of-other-code",
+          "A program of another version of the package is loaded.",
+          "sketchwalk_jax/inference/compiled.py",
+          "machine = (described, sorted(config.items()), _code_here(), _environment(device))",
+          "machine = (described, sorted(config.items()), _environment(device))"),
+    Fault("folder-of-others-trusted",
+          "Programs are loaded from a folder that others can write.",
+          "sketchwalk_jax/inference/compiled.py",
+          "others = stat.S_IWGRP | stat.S_IWOTH",
+          "others = 0"),
     Fault("neighbour-not-finite",
           "Logits of one sequence that are not finite mark all sequences of its batch.",
           "sketchwalk_jax/inference/generation.py",

@@ -124,6 +124,7 @@ def page_scores_of_kernels(
     parts = jnp.arange(len(grouped), dtype=jnp.int32), grouped
     if heads is None:
         where: dict[str, Any] = {"tile": tile, "block_size": SCORED_BLOCK}
+        where["num_columns"] = num_blocks * SCORED_PAGES
         found = map_tiles(score, parts, rows, kv_lengths, **where)
     else:  # collectives must not depend on a condition
         found = jax.lax.map(score, parts)

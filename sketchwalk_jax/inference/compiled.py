@@ -166,6 +166,10 @@ class Program:
             return self.jitted(*arrays, **static)
         return self._begin(arrays, static, device).result()(*arrays)
 
+    def _cache_size(self) -> int:
+        """Number of programs in memory, as `jax.jit`'s own."""
+        return len(self._programs) + self.jitted._cache_size()
+
     def compile(self, *arrays: PyTree, **static: Any) -> "Future[Any] | None":
         """Begins to compile in another thread, unless there is a program already.
 

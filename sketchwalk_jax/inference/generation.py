@@ -4,9 +4,12 @@ A call to `generate` runs two compiled programs. The first reads the prompts (pr
 `DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs. On GPUs
 with kernels, `generate` decodes greedy tokens with another program, which only it uses.
 
-Recompilation is rare. The number of tokens to decode is a run-time argument of the second program,
-and buffers for them have one of a few sizes. `make_generate` also pads prompts to a few
-lengths.
+Few programs serve all calls. A prompt's program is for a class of lengths (`length_class`), and
+computes little more than a shorter prompt needs. Budgets, such as those that a density sets, and
+the number of tokens to decode are arguments, and buffers for new tokens have one of a few sizes.
+Both programs are compiled side by side and kept on disk whole (`compiled.Program`). Under the
+caller's `jit`, on several devices, and to return a selection, programs are for the shapes and
+budgets of one call.
 """
 
 import contextlib
@@ -485,8 +488,8 @@ class Options:
     ) -> tuple[Any, Any, int, Settings, PyTree]:
         """Returns tokens, lengths, capacity, settings and numbers for programs of a class.
 
-        Prompts are padded to their class, and the rows of the padding cost little. A new cache has
-        room for the class, unless that is most of the memory that is free.
+        Prompts are padded to their class, whose empty rows cost little. A new cache has room for
+        the class, unless that takes more than half of the memory that is free.
         """
         policy, model_config = settings.policy, self.model_config
         size, context = policy.block_size, model_config.context_length
@@ -682,15 +685,17 @@ def generate(
 ) -> Generation:
     """Continues every prompt by up to `max_new_tokens` tokens.
 
-    The call runs two compiled programs, one for the prompts and one for decoding. Another
-    `max_new_tokens` recompiles neither of them if `new_token_room(max_new_tokens)` stays the same.
-    With `max_tokens` or `cache` it never recompiles the first. `stream` shares both programs,
-    except that greedy decoding on GPUs with kernels has its own program here. The function is pure;
-    inside your own `jit` it becomes part of that program.
+    The call runs two compiled programs, one for the prompts and one for decoding. On one device,
+    other prompts of the same class of lengths run the same programs, and so do other densities,
+    budgets and plans; with GPU kernels, classes end at 2,048, 8,192, 32,768, … tokens, otherwise at
+    256, 512, 1,024, … . Another `max_new_tokens` does so if `new_token_room(max_new_tokens)` stays
+    the same. `stream` shares both programs, except that greedy decoding on GPUs with kernels has
+    its own program here. The function is pure; inside your own `jit` it becomes part of that
+    program.
 
-    The results for a sequence do not depend on the other sequences in the batch. Compiled programs
-    are kept on disk (see `keep_compiled_programs`), so the first call of the next session does not
-    compile again.
+    The results for a sequence do not depend on the other sequences in the batch. Programs are kept
+    on disk (see `keep_compiled_programs`), so the first call of the next session neither traces nor
+    compiles.
 
     Args:
       params: Parameter tree from `load`.
@@ -719,7 +724,9 @@ def generate(
       cache: Cache of an earlier call, whose sequences this call continues. It is donated: use the
         returned cache afterwards. The repetition penalty then counts the tokens of this call only.
       max_tokens: Capacity of a new cache in tokens, to leave room for later calls. Default: room
-        for this call, with the new tokens rounded up by `new_token_room`.
+        for the class of the prompts, at most four times their length or 2,048 tokens, and for the
+        new tokens, rounded up by `new_token_room`. If such a cache would take more than half of the
+        device's free memory, room for the prompts as `bucket_length` rounds them up.
       return_selection: Whether to return the blocks that the prompts' query blocks attended to.
 
     Returns:
@@ -804,11 +811,9 @@ def _takes_what[**P, R](other: Callable[P, Any]) -> Callable[[Callable[..., R]],
 def make_generate(*arguments: Any, **options: Any) -> Generate:  # noqa: D417 (those of `Generate`)
     """Returns the jitted `generate(params, tokens)` for one model and policy.
 
-    Prompts are padded to a few lengths (`bucket_length`), so a prompt of another length seldom
-    recompiles. Another `max_new_tokens` shares programs as `generate` describes. Another policy
-    recompiles. So does another density, because it changes array shapes: the block indices have as
-    many columns as a row may keep. Compiled programs are kept on disk, so a sweep over densities
-    compiles each program only once.
+    Calls share programs as `generate` describes, whatever their lengths and densities. Another
+    policy recompiles. Where programs know the shapes of the call, prompts are padded to a few
+    lengths (`bucket_length`).
 
     Args:
       model_config: Configuration of the model, from `load`.

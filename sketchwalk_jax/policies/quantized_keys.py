@@ -321,7 +321,9 @@ def block_scores(
 
     parts = tiles(queries), tiles(rows)
     if heads is None:
-        found = map_tiles(score, parts, rows, kv_lengths, tile=tile, block_size=size)
+        where: dict[str, Any] = {"tile": tile, "block_size": size}
+        where["num_columns"] = num_blocks * pages
+        found = map_tiles(score, parts, rows, kv_lengths, **where)
     else:  # collectives must not depend on a condition
         found = jax.lax.map(score, parts)
     return jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * pages)[:, :num_rows]
