@@ -167,7 +167,7 @@ class _Attention:
     @property
     def query(self) -> Array:
         """Index within the tile of each row's query."""
-        rows = plgpu.broadcasted_iota(jnp.int32, (self.tiling.rows,), 0, layout=ops.BY_ROW)
+        rows = ops.matrix_index((self.tiling.rows,), 0, ops.BY_ROW)
         return rows & (QUERIES - 1)
 
     def attend(self) -> None:

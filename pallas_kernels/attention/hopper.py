@@ -313,13 +313,17 @@ class _Loader:
     def _load_queries(self) -> None:
         """Copies each warpgroup's queries as soon as it has freed those of the previous tile."""
         refs, barriers = self.refs, self.barriers
-        for warpgroup in range(self.tiling.together):
+
+        def load(warpgroup: Any, nothing: Any) -> Any:
             plgpu.barrier_wait(barriers.queries("freed", warpgroup))
             plgpu.copy_gmem_to_smem(
                 refs.query.at[self.tile.batch, self.tile.rows, self.tile.head(warpgroup)],
                 refs.queries.at[warpgroup],
                 barriers.queries("filled", warpgroup),
             )
+            return nothing
+
+        jax.lax.fori_loop(0, self.tiling.together, load, ())
 
     @property
     def _keys(self) -> tuple[Any, Any, Any]:
@@ -333,13 +337,19 @@ class _Loader:
         """Places of the pieces within a step, of a warp if warps copy separately."""
         return range(self.tiling.pieces)
 
+    def _for_pieces(
+        self, pieces: tuple[Any, ...], warp: Any, body: Callable[[Any, Any], None]
+    ) -> None:
+        """Calls a function for each piece and its place."""
+        for place, piece in zip(self._places(warp), pieces, strict=True):
+            body(piece, place)
+
     def _load(
         self, arrays: tuple[Any, Any, Any], pieces: tuple[Any, ...], slot: Any, warp: Any = None
     ) -> None:
         """Copies keys or values of the cache to a slot, once it has been freed."""
         plgpu.barrier_wait(arrays[2]("freed", slot))
-        for place, piece in zip(self._places(warp), pieces, strict=True):
-            self._copy(arrays, piece, slot, place)
+        self._for_pieces(pieces, warp, lambda piece, place: self._copy(arrays, piece, slot, place))
 
     def _copy(
         self, arrays: tuple[Any, Any, Any], piece: Any, slot: Any, place: Any, barrier: Any = None
@@ -352,16 +362,37 @@ class _Loader:
             barriers("filled", slot) if barrier is None else barrier,
         )
 
+    def _part(self, slot: Any, half: Any, index: Any) -> Any:
+        """64 features of half of a slot's values."""
+        return self.refs.values.at[slot, pl.ds(half * _PIECE, _PIECE), pl.ds(index * 64, 64)]
+
     def _parts(self, slot: Any, half: Any) -> list[Any]:
         """Half of a slot's values, 64 features at a time."""
-        rows = pl.ds(half * _PIECE, _PIECE)
-        features = range(0, self.tiling.head_dim, 64)
-        return [self.refs.values.at[slot, rows, pl.ds(x, 64)] for x in features]
+        return [self._part(slot, half, index) for index in range(self.tiling.head_dim // 64)]
+
+    def _change(self, slot: Any, half: Any, change: Callable[[Any], Any]) -> None:
+        """Replaces half of a slot's values, 64 features at a time."""
+
+        def step(index: Any, nothing: Any) -> Any:
+            part = self._part(slot, half, index)
+            ops.write(part, change(part), optimized=True)
+            return nothing
+
+        jax.lax.fori_loop(0, self.tiling.head_dim // 64, step, ())
 
     def _clear(self, slot: Any, half: int) -> None:
         """Zeroes half of a slot's values."""
-        for part in self._parts(slot, half):
-            part[...] = ops.full((_PIECE, 64), 0.0).astype(part.dtype)
+        self._change(slot, half, lambda part: ops.full((_PIECE, 64), 0.0).astype(part.dtype))
+
+    def _keep(self, slot: Any, half: Any, first: Any, end: Any) -> None:
+        """Zeroes half of a slot's values, except some rows."""
+
+        def kept(part: Any) -> Any:
+            index = ops.matrix_index((_PIECE, 64), 0)
+            is_kept = (index >= first) & (index < end)
+            return jnp.where(is_kept, part[...], jnp.zeros(part.shape, part.dtype))
+
+        self._change(slot, half, kept)
 
     def _load_first_values(self, pieces: tuple[Any, Any], slot: Any, start: Any) -> None:
         """Copies the first step's visible values; the tile's own are copied unchecked.
@@ -409,10 +440,7 @@ class _Loader:
 
             @pl.when(jnp.minimum(bad, present) < _PIECE)
             def _() -> None:
-                index = ops.matrix_index((_PIECE, 64), 0)
-                for part in self._parts(slot, half):
-                    is_kept = index < jnp.minimum(bad, present)
-                    part[...] = jnp.where(is_kept, part[...], jnp.zeros_like(part))
+                self._keep(slot, half, 0, jnp.minimum(bad, present))
 
                 @pl.when(bad < present)
                 def _() -> None:
@@ -486,6 +514,24 @@ class _PageLoader(_Loader):
         share = self.tiling.pieces // row_ops.WARPS
         return [warp * share + index for index in range(share)]
 
+    def _for_pieces(
+        self, pieces: tuple[Any, ...], warp: Any, body: Callable[[Any, Any], None]
+    ) -> None:
+        """Does it in a loop that the compiler unrolls: JAX takes long to lower a copy.
+
+        In the loader of blocks, such a loop would make the compiler spill a register.
+        """
+        first, *_ = self._places(warp)
+
+        def step(index: Any, nothing: Any) -> Any:
+            piece = pieces[0]
+            for own in range(1, len(pieces)):
+                piece = jnp.where(index == own, pieces[own], piece)
+            body(piece, first + index)
+            return nothing
+
+        jax.lax.fori_loop(0, len(pieces), step, ())
+
     def _pages(self, extent: _Extent, step: Any, warp: Any) -> tuple[Any, ...]:
         """Returns the pages of a warp in a step."""
         places = self._places(warp)
@@ -500,14 +546,16 @@ class _PageLoader(_Loader):
         """
         is_first_half = warp < row_ops.WARPS // 2
         is_own = jnp.where(is_first_half, before, last) * self.tiling.piece >= extent.start
-        pages = self._pages(extent, 0, warp)
-        for place, page in zip(self._places(warp), pages, strict=True):
+
+        def copy_page(page: Any, place: Any) -> None:
             copy = functools.partial(self._copy, self._values, page, slot, place)
             pl.when(~is_own)(copy)
 
             @pl.when(is_own & ~is_first_half)
-            def _(copy: Any = copy, place: Any = place) -> None:
+            def _() -> None:
                 copy(self.barriers.unchecked(place - self.tiling.pieces // 2))
+
+        self._for_pieces(self._pages(extent, 0, warp), warp, copy_page)
 
     def _check_values(self, before: Any, pages: list[Any], slot: Any, extent: _Extent) -> None:
         """Does `_check_first_values` for pages; the tile's own pages end the second half.
@@ -533,17 +581,8 @@ class _PageLoader(_Loader):
                 self._clear(slot, 0)
                 pass_on()
 
-            def keep(is_kept: Callable[[Any], Any]) -> None:
-                for part in self._parts(slot, 1):
-                    kept = is_kept(ops.matrix_index((_PIECE, 64), 0))
-                    part[...] = jnp.where(kept, part[...], jnp.zeros_like(part))
-
             for index in range(number):
                 plgpu.barrier_wait(self.barriers.unchecked(index))
-
-            @pl.when((pages[0] * size >= extent.start) & (extent.count < number))
-            def _() -> None:
-                keep(lambda index: index >= (number - extent.count) * size)
 
             first, there = jnp.int32(_PIECE), jnp.int32(0)  # rows: of own pages, in the sequence
             for index, page in enumerate(pages):
@@ -553,10 +592,12 @@ class _PageLoader(_Loader):
             loaded = [plgpu.load(part, layout=ops.ACCUMULATOR) for part in self._parts(slot, 1)]
             bad = row_ops.first_not_finite(loaded, scratch, start=first)
             end = first + there
+            are_copies = (pages[0] * size >= extent.start) & (extent.count < number)
+            kept_from = jnp.where(are_copies, first, 0)
 
-            @pl.when(jnp.minimum(bad, end) < _PIECE)
+            @pl.when((kept_from > 0) | (jnp.minimum(bad, end) < _PIECE))
             def _() -> None:
-                keep(lambda index: index < jnp.minimum(bad, end))
+                self._keep(slot, 1, kept_from, jnp.minimum(bad, end))
 
                 @pl.when(bad < end)
                 def _() -> None:
@@ -650,7 +691,7 @@ class _Head:
         weights, _, state = self._soften(scores, Softmax.start(QUERIES))
         value_slot = jax.lax.rem(done, tiling.stages)
         plgpu.barrier_wait(barriers.values("filled", value_slot))
-        query = plgpu.broadcasted_iota(jnp.int32, (QUERIES,), 0, layout=ops.BY_ROW)
+        query = ops.matrix_index((QUERIES,), 0, ops.BY_ROW)
         denominator = jnp.where(query < refs.lost[value_slot], state.denominator, jnp.nan)
         state = state._replace(denominator=denominator)
 
@@ -733,9 +774,10 @@ class _Head:
         @pl.when(tile.has_head(self.warpgroup))
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
-            refs.outputs[self.warpgroup] = out.astype(refs.outputs.dtype)
+            rounded = out.astype(refs.outputs.dtype)
+            ops.write(refs.outputs.at[self.warpgroup], rounded, optimized=True)
             if refs.out_lse is not None:
-                refs.lse[self.warpgroup] = lse
+                ops.write(refs.lse.at[self.warpgroup], lse, optimized=True)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 refs.outputs.at[self.warpgroup], refs.out.at[tile.batch, tile.rows, head]

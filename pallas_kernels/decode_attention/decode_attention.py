@@ -24,7 +24,7 @@ length are not read: the copy fills in zeros, and their scores are masked.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -369,7 +369,7 @@ def _add_step(
 
 
 def add_parts(
-    parts: Any, statistics: Any, place: Any, rows: Any, columns: Any, splits: Sequence[Any]
+    parts: Any, statistics: Any, place: Any, rows: Any, columns: Any, start: Any, count: int
 ) -> tuple[Float[Array, "64 8"], Float[Array, "8"], Float[Array, "8"]]:
     """Returns `Oᵀ`, denominator and running maximum of some parts, for 8 heads of one unit.
 
@@ -379,23 +379,24 @@ def add_parts(
       place: Index of the unit among those of all sequences.
       rows: Slice of 64 features.
       columns: Slice of 8 heads.
-      splits: Indices of the parts, in order.
+      start: Index of the first part.
+      count: Number of parts.
     """
+    splits = pl.ds(start, count)
 
-    def by_head(split: Any, index: int) -> Array:
-        return ops.read(statistics.at[split, place, index, columns], ops.BY_COLUMN)
+    def by_head(index: int) -> list[Array]:
+        found = statistics.at[splits, place, index, columns]
+        shape, firsts = found.shape[1:], [(split, 0) for split in range(count)]
+        return ops.read_several(found, ops.BY_COLUMN, shape, firsts)
 
-    maxima = [by_head(split, 0) for split in splits]
+    maxima, totals = by_head(0), by_head(1)
     maximum = functools.reduce(jnp.maximum, maxima)
     weights = [jnp.exp2(x - maximum) for x in maxima]
-    totals = [by_head(split, 1) * weight for split, weight in zip(splits, weights, strict=True)]
-    total = functools.reduce(jnp.add, totals)
-
-    def weighted(split: Any, weight: Array) -> Array:
-        part = ops.read(parts.at[split, place, rows, columns])
-        return part * along_keys(weight, part.shape)
-
-    o = [weighted(split, weight) for split, weight in zip(splits, weights, strict=True)]
+    total = functools.reduce(jnp.add, map(operator.mul, totals, weights))
+    found = parts.at[splits, place, rows, columns]
+    shape, firsts = found.shape[1:], [(split, 0, 0) for split in range(count)]
+    o = ops.read_several(found, ops.ACCUMULATOR, shape, firsts)
+    o = [part * along_keys(weight, shape) for part, weight in zip(o, weights, strict=True)]
     return functools.reduce(jnp.add, o), total, maximum
 
 
@@ -424,13 +425,13 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling:
 
     def add_more(index: Any, sums: Any) -> Any:
         start = first_parts + index * _PARTS
-        (o, total, maximum), more = sums, add([start + part for part in range(_PARTS)])
+        (o, total, maximum), more = sums, add(start, _PARTS)
         largest = jnp.maximum(maximum, more[2])
         own, its = (jnp.exp2(x - largest) for x in (maximum, more[2]))
         o = o * along_keys(own, o.shape) + more[0] * along_keys(its, o.shape)
         return o, total * own + more[1] * its, largest
 
-    sums = add(range(first_parts))
+    sums = add(0, first_parts)
     if tiling.splits > _PARTS:
         # Hide the count from the compiler: an unrolled loop would load more parts than registers
         # hold.
@@ -441,7 +442,7 @@ def _combine_parts(parts: Any, statistics: Any, out: Any, *lse_out: Any, tiling:
 
         @pl.when(chunk == 0)
         def _() -> None:
-            ops.write(lse_out[0].at[place, columns], lse)
+            ops.write_global(lse_out[0].at[place, columns], lse, ops.BY_COLUMN)
 
     target = out.at[pl.ds(place * tiling.group, tiling.group), rows]
     mma_sync.write_columns(o, target, first)

@@ -23,6 +23,7 @@ the cache as well, which saves a launch.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,6 @@ from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.scaled import power_of_two, replace
 
 _KEYS = 64  # per block
-_FLAGS = 16  # loaded at a time
 _NO_KEY = -128  # scale exponent of a block without keys
 _MIN_EXPONENT, _MAX_EXPONENT = -9, 6
 _LARGEST_QUANTIZED = 7.0
@@ -68,19 +68,28 @@ class _Sizes:
         """Layout of the keys of a block."""
         return row_ops.key_layout(self.quarter)
 
-    def run(self, half: int) -> Any:
-        """Returns the slice of one of the two runs of slow channels, in the quantized arrays."""
-        return pl.ds(half * self.quarter, self.quarter)
+    def runs(self, *, of_keys: bool = False) -> dict[str, Any]:
+        """Returns where the two runs of slow channels are in the quantized arrays.
 
-    def slow(self, half: int) -> Any:
-        """Returns the same run in a key's channels: RoPE rotates `d` and `d + H/2` together."""
-        return pl.ds((2 * half + 1) * self.quarter, self.quarter)
+        These are arguments of `ops.read_several`, for a block's keys or for one vector.
+        """
+        return self._places((0, self.quarter), of_keys=of_keys)
+
+    def slow(self, *, of_keys: bool = False) -> dict[str, Any]:
+        """Returns where they are in a key's channels: RoPE rotates `d` and `d + H/2` together."""
+        return self._places((self.quarter, 3 * self.quarter), of_keys=of_keys)
+
+    def _places(self, firsts: Sequence[int], *, of_keys: bool) -> dict[str, Any]:
+        if of_keys:
+            shape, starts = (_KEYS, self.quarter), [(0, first) for first in firsts]
+            return {"layout": self.layout, "shape": shape, "starts": starts}
+        starts = [(first,) for first in firsts]
+        return {"layout": self.layout.reduce(0), "shape": (self.quarter,), "starts": starts}
 
     def write_token(self, new: Any, target: Any) -> None:
         """Copies one head of a key or value."""
-        for start in range(0, 4 * self.quarter, self.quarter):
-            run = pl.ds(start, self.quarter)
-            ops.write(target.at[run], ops.read(new.at[run], self.layout.reduce(0)))
+        where = self._places(range(0, 4 * self.quarter, self.quarter), of_keys=False)
+        ops.write_several(target, ops.read_several(new, **where), **where)
 
     def spread(self, vector: Array) -> Array:
         """Broadcasts one number per channel to all keys."""
@@ -100,6 +109,7 @@ def _update_statistics(
     unfinished: Any,
     *cache: Any,
     sizes: _Sizes,
+    scratch: Any,
 ) -> None:
     """Runs one thread block: one block of one key/value head.
 
@@ -119,44 +129,37 @@ def _update_statistics(
         is_new = is_new & (length > block * _KEYS)
     is_new = is_new & (block < sizes.blocks)
     left = length - block * _KEYS  # keys in this block
-    place = plgpu.broadcasted_iota(jnp.int32, (_KEYS, sizes.quarter), 0, layout=sizes.layout)
+    place = ops.matrix_index((_KEYS, sizes.quarter), 0, sizes.layout)
 
     def load(row: Any) -> list[Array]:
         """Reads the keys of one of the call's blocks."""
-        rows = pl.ds(row * _KEYS, _KEYS)
-        keys = (key.at[batch, rows, head, sizes.slow(half)] for half in range(2))
-        return [ops.read(one, sizes.layout) for one in keys]
+        own = key.at[batch, pl.ds(row * _KEYS, _KEYS), head]
+        return ops.read_several(own, **sizes.slow(of_keys=True))
+
+    kept = unfinished.at[which, batch, :, head]
 
     def old() -> list[Array]:
         """Reads the previous call's unfinished block."""
-        kept = (unfinished.at[which, batch, :, head, sizes.run(half)] for half in range(2))
-        return [ops.read(one, sizes.layout) for one in kept]
+        return ops.read_several(kept, **sizes.runs(of_keys=True))
 
     def keep(halves: list[Array]) -> None:
-        for half in range(2):
-            target = unfinished.at[which, batch, :, head, sizes.run(half)]
-            ops.write(target, halves[half])
+        ops.write_several(kept, halves, **sizes.runs(of_keys=True))
 
     def write(halves: list[Array]) -> None:
-        packed, zero_points, scale_exponents = _encode(halves, place < left, sizes=sizes)
-        ops.write(quantized.at[which, batch, block, head], packed)
-        for half in range(2):
-            where = (which, batch, block, head, sizes.run(half))
-            ops.write(zero_point.at[where], zero_points[half])
-            ops.write(scale_exponent.at[where], scale_exponents[half])
+        packed, *found = _encode(halves, place < left, scratch, sizes=sizes)
+        ops.write_global(quantized.at[which, batch, block, head], packed, sizes.layout)
+        for target, own in zip((zero_point, scale_exponent), found, strict=True):
+            ops.write_several(target.at[which, batch, block, head], own, **sizes.runs())
 
     if sizes.is_token:
 
         @pl.when(is_new)
         def _() -> None:
-            own = sizes.layout.reduce(0)
-            new = [ops.read(key.at[batch, 0, head, sizes.slow(half)], own) for half in range(2)]
+            new = ops.read_several(key.at[batch, 0, head], **sizes.slow())
             is_old = place != left - 1
             halves = zip(new, old(), strict=True)
             write([jnp.where(is_old, y, sizes.spread(x)) for x, y in halves])
-            for half in range(2):
-                target = unfinished.at[which, batch, left - 1, head, sizes.run(half)]
-                ops.write(target, new[half])
+            ops.write_several(unfinished.at[which, batch, left - 1, head], new, **sizes.runs())
             if cache:
                 *targets, own_layer = cache
                 for index, one in enumerate(targets):
@@ -165,41 +168,33 @@ def _update_statistics(
 
         return
 
-    @pl.when((row == 0) & is_new)
+    # The first block's old keys, which precede the new ones.
+    begin = jax.lax.cond(
+        (row == 0) & is_new,
+        lambda: row_ops.count_unset(valid.at[batch, pl.ds(0, _KEYS)], left),
+        lambda: jnp.int32(0),
+    )
+
+    @pl.when(is_new & (begin < jnp.minimum(left, _KEYS)))
     def _() -> None:
-        def count(part: Any, found: Any) -> Any:
-            places = [part * _FLAGS + c for c in range(_FLAGS)]
-            before = [(c < left) & jnp.logical_not(valid[batch, c]) for c in places]
-            # Without a barrier all loads would be in flight at once and exceed the registers.
-            row_ops.barrier()
-            return functools.reduce(jnp.add, [one.astype(jnp.int32) for one in before], found)
-
-        # Count the block's old keys, which precede the new ones.
-        begin = jax.lax.fori_loop(0, _KEYS // _FLAGS, count, jnp.int32(0))
-
-        @pl.when(begin < jnp.minimum(left, _KEYS))
+        @pl.when(row == 0)
         def _() -> None:
             is_old = place < begin
             keep([jnp.where(is_old, y, x) for x, y in zip(load(0), old(), strict=True)])
             # Read the block again: both in registers would allow fewer thread blocks per SM.
             row_ops.barrier()
-            write(old())
-            # The block of the last key, which the next call may continue.
-            last = jnp.minimum(jax.lax.div(left, _KEYS), sizes.rows - 1)
 
-            @pl.when(last > 0)
-            def _() -> None:
-                keep(load(last))
+        write(jax.lax.cond(row == 0, old, lambda: load(row)))
+        # The block of the last key, which the next call may continue.
+        last = jnp.minimum(jax.lax.div(left, _KEYS), sizes.rows - 1)
 
-    if sizes.rows > 1:
-
-        @pl.when((row > 0) & is_new)
+        @pl.when((row == 0) & (last > 0))
         def _() -> None:
-            write(load(row))
+            keep(load(last))
 
 
 def _encode(
-    halves: list[Array], is_present: Array, *, sizes: _Sizes
+    halves: list[Array], is_present: Array, scratch: Any, *, sizes: _Sizes
 ) -> tuple[Array, list[Array], list[Array]]:
     """Returns quantized keys, two per byte, and zero points and scales of both channel runs."""
     halves = [x.astype(jnp.float32) for x in halves]
@@ -207,9 +202,7 @@ def _encode(
     lost = row_ops.any_of_key(jnp.logical_not(is_finite))
     counts = is_present & jnp.logical_not(lost)
     nibbles, zero_points, scale_exponents = [], [], []
-    for x in halves:
-        low = jnp.min(jnp.where(counts, x, jnp.inf), axis=0)
-        high = jnp.max(jnp.where(counts, x, -jnp.inf), axis=0)
+    for x, (low, high) in zip(halves, row_ops.extremes(halves, counts, scratch), strict=True):
         has_key = high > -jnp.inf
         zero_point = jnp.where(has_key, 0.5 * low + 0.5 * high, 0.0).astype(jnp.bfloat16)
         middle = zero_point.astype(jnp.float32)
@@ -273,6 +266,7 @@ def quantize_keys_kernel(
     )
     kernel = ops.kernel(
         functools.partial(_update_statistics, sizes=sizes),
+        scratch_types={"scratch": row_ops.scratch_of_extremes(sizes.quarter)},
         grid=(batch, sizes.rows, kv_heads),
         grid_names=("batch", "row", "head"),
         # No barriers: of the unfinished block, threads read only what they wrote themselves.

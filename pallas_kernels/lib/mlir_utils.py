@@ -1,5 +1,6 @@
 """Helpers that emit MLIR for per-thread code in kernels."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -75,12 +76,23 @@ def of_registers(
     """Wraps a thread's registers as an array; only integers have a sign."""
     found = np.empty(len(registers), object)
     found[:] = registers
-    target = layout.to_mgpu()
+    target = _registers(layout)
     return mgpu.FragmentedArray(
         _registers=found.reshape(target.registers_shape(shape)),
         _layout=target,
         _is_signed=is_signed,
     )
+
+
+@functools.cache
+def _registers(layout: Any) -> Any:
+    """Returns the emitted form of a layout, which Pallas computes slowly."""
+    return layout.to_mgpu()
+
+
+def register_type(layout: Any, kind: ir.Type) -> ir.VectorType:
+    """Returns the type of a thread's registers for a layout and a type of entries."""
+    return ir.VectorType(_registers(layout).registers_element_type(kind))
 
 
 def i32() -> ir.Type:
@@ -146,6 +158,39 @@ def scalars(array: mgpu.FragmentedArray) -> list[ir.Value]:
         found += [vector.extract(x, [], ir.DenseI64ArrayAttr.get([place])) for place in places]
         found += [] if places else [x]
     return found
+
+
+def places(
+    layout: Any, shape: tuple[int, ...], strides: Sequence[int]
+) -> tuple[ir.Value, list[int], int]:
+    """Returns the places of a thread's entries of an array: sums of three numbers.
+
+    Pallas computes them anew for every access, and its indices for every register, in so many
+    operations that it lowers kernels several times more slowly.
+
+    Args:
+      layout: Layout of the array.
+      shape: Shape of the array.
+      strides: By how much the place grows along each axis.
+
+    Returns:
+      The thread's number, the number of each register, and the step within a register.
+    """
+    target = _registers(layout)
+    steps, sizes = target.tiling.tile_strides(tuple(strides)), target.tiled_tiling_shape
+    own = constant(0)
+    for number, axes in ((lane, target.lane_dims), (warp, target.warp_dims)):
+        shift = 0
+        for axis in reversed(axes):
+            is_spread = isinstance(axis, int)
+            size = sizes[axis] if is_spread else axis.times
+            if is_spread and steps[axis]:
+                part = arith.andi(arith.shrui(number(), constant(shift)), constant(size - 1))
+                own = arith.addi(own, arith.muli(part, constant(steps[axis])))
+            shift += size.bit_length() - 1
+    registers = np.ndindex(target.registers_shape(shape))
+    offsets = [sum(i * step for i, step in zip(x, steps, strict=True)) for x in registers]
+    return own, offsets, steps[target.vector_dim]
 
 
 def thread() -> ir.Value:

@@ -9,6 +9,7 @@ maxima, counts, writing a row, writing the kept columns of a row, adding up the 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -268,6 +269,93 @@ def write_sums(
 def _both(register: ir.Value) -> list[ir.Value]:
     """Returns the two numbers of a register."""
     return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([x])) for x in range(2)]
+
+
+def count_unset(flags: Any, end: Int[Array, ""]) -> Int[Array, ""]:
+    """Counts the flags before `end` that are not set, with one or two loads per thread.
+
+    Args:
+      flags: Boolean vector in global memory, of a multiple of 32 entries.
+      end: Number of flags to count among, any integer.
+    """
+    if ops.is_interpreted():
+        place = jnp.arange(flags.shape[0], dtype=jnp.int32)
+        return jnp.sum((place < end) & jnp.logical_not(flags[...]), dtype=jnp.int32)
+    number = flags.shape[0]
+
+    @mlir.emit(flags, numbers=[end], result=mlir.integer_type())
+    def count(flags: Any, end: Any) -> Any:
+        total, lane = mlir.constant(0), mlir.lane()
+        for first in range(0, number, LANES):
+            place = arith.addi(lane, mlir.constant(first))
+            is_set = mlir.flag(memref.load(flags, [mlir.index(place)]))
+            counts = arith.andi(mlir.compare("slt", place, end), mlir.compare("eq", is_set, 0))
+            total = arith.addi(total, math.ctpop(mlir.ballot(counts)))
+        return mlir.as_array(total)
+
+    return count
+
+
+def scratch_of_extremes(channels: int) -> Any:
+    """Returns the shared memory of `extremes` of two matrices."""
+    return plgpu.SMEM((4, WARPS, channels), jnp.float32)
+
+
+def extremes(
+    matrices: Sequence[Float[Array, "64 channels"]],
+    counts: Bool[Array, "64 channels"],
+    scratch: Any,
+) -> list[tuple[Float[Array, "channels"], Float[Array, "channels"]]]:
+    """Returns each channel's least and largest number in two matrices; costs one barrier.
+
+    Channels in which no number counts have infinities.
+
+    Args:
+      matrices: Float32 numbers by key and channel, in `key_layout`.
+      counts: Which numbers count; these are not NaN.
+      scratch: `scratch_of_extremes()` in shared memory, which no warp is still reading.
+    """
+    limits = [jnp.where(counts, x, limit) for x in matrices for limit in (jnp.inf, -jnp.inf)]
+    if ops.is_interpreted():
+        lows, highs = limits[::2], limits[1::2]
+        pairs = zip(lows, highs, strict=True)
+        return [(jnp.min(low, axis=0), jnp.max(high, axis=0)) for low, high in pairs]
+    channels = limits[0].shape[1]
+    layout = key_layout(channels)
+    kind = mlir.array_type((channels,), jnp.float32, layout.reduce(0))
+
+    @mlir.emit(*((x, layout) for x in limits), scratch, result=[kind] * len(limits))
+    def found(*arguments: Any) -> Any:
+        *limits, scratch = arguments
+        lanes = channels // PAIR  # per key
+        first = arith.muli(arith.andi(mlir.lane(), mlir.constant(lanes - 1)), mlir.constant(PAIR))
+        places = [mlir.index(arith.addi(first, mlir.constant(x))) for x in range(PAIR)]
+        warp = mlir.index(mlir.warp())
+        combines = [arith.minimumf, arith.maximumf] * (len(limits) // 2)
+        for which, (x, combine) in enumerate(zip(limits, combines, strict=True)):
+            row = mlir.index(mlir.constant(which))
+            for place, number in zip(
+                places, _both(functools.reduce(combine, x.registers.flat)), strict=True
+            ):
+                distance = lanes
+                while distance < LANES:
+                    number = combine(number, mgpu.utils.shfl_bfly(number, distance))
+                    distance *= 2
+                memref.store(number, scratch, [row, warp, place])
+        mgpu.warpgroup_barrier()
+        warps = [mlir.index(mlir.constant(x)) for x in range(WARPS)]
+        results = []
+        for which, combine in enumerate(combines):
+            row = mlir.index(mlir.constant(which))
+            numbers = [
+                functools.reduce(combine, [memref.load(scratch, [row, x, place]) for x in warps])
+                for place in places
+            ]
+            pair = vector.from_elements(ir.VectorType.get((PAIR,), ir.F32Type.get()), numbers)
+            results.append(mlir.of_registers([pair], (channels,), layout.reduce(0)))
+        return results
+
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def any_of_key(flags: Bool[Array, "64 channels"]) -> Bool[Array, "64 channels"]:

@@ -134,13 +134,13 @@ def _max_logits(
         mine = ops.read(queries.at[warpgroup], max_logits.LAYOUT)
         mine, factors = max_logits.round_queries(mine)
         place = tile * TILE + warpgroup * _QUERIES
-        place = place + plgpu.broadcasted_iota(jnp.int32, (_QUERIES,), 0, layout=max_logits.BY_ROW)
+        place = place + ops.matrix_index((_QUERIES,), 0, max_logits.BY_ROW)
         # NaN excludes the padding of rows.
         factors = jnp.where(jax.lax.rem(place, per_row) < wanted, factors, jnp.nan)
         ops.write(factor.at[batch, kv_head, own], factors)
 
         plgpu.barrier_wait(filled.at[0])
-        max_logits.begin(mine, keys.at[0])
+        max_logits.begin(mine, keys, 0)
 
         def group(index: Any, _: Any) -> Any:
             buffer = jax.lax.rem(index, 2)
@@ -152,8 +152,9 @@ def _max_logits(
                 pages = pl.ds(step * of_step, of_step)
                 max_logits.write_maxima(
                     mine,
-                    keys.at[slot],
-                    keys.at[after],
+                    keys,
+                    slot,
+                    after,
                     found.at[warpgroup, buffer, pages],
                     step=step,
                 )
@@ -291,15 +292,21 @@ def _scores(
     last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
     steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
     shape, own = (_STEP, PART), pl.ds(place * PART, PART)
-    mine, ready = tiles.at[warpgroup], arrived.at[warpgroup]
+    ready = arrived.at[warpgroup]
 
     def load(step: Any, *, waits: Any) -> None:
         """Starts to copy a step; `waits` until its slot has been read."""
         slot = jnp.bitwise_and(step, _STAGES - 1)
         some = pl.ds(step * _STEP, _STEP)
-        for page in range(_PAGES):
+
+        def load_page(page: Any, nothing: Any) -> Any:
             source = max_logits.at[batch, kv_head, some, page, own]
-            plgpu.copy_gmem_to_smem(source, mine.at[slot, page], filled.at[slot])
+            target = tiles.at[warpgroup, slot, page]
+            plgpu.copy_gmem_to_smem(source, target, filled.at[slot])
+            return nothing
+
+        # The compiler unrolls this loop: JAX takes long to lower a copy to shared memory.
+        jax.lax.fori_loop(0, _PAGES, load_page, ())
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -314,7 +321,8 @@ def _scores(
     for step in range(_STAGES - 1):
         pl.when(step < steps)(functools.partial(load, jnp.int32(step), waits=False))
     plgpu.barrier_wait(ready)
-    factors = ops.spread(ops.read(factor.at[batch, kv_head, own], ops.BY_COLUMN), shape, 1)
+    factors = ops.read_global(factor.at[batch, kv_head, own], ops.BY_COLUMN)
+    factors = ops.spread(factors, shape, 1)
     # The row of each query, and its last block.
     row = jax.lax.div(ops.matrix_index(shape, 1), tiling.per_row) if tiling.rows > 1 else 0
     reach = first_row[batch] + first + row
@@ -351,7 +359,7 @@ def _scores(
     def of_page(step: Any, page: Any, shared: Any) -> Any:
         """Returns logits of one page per block of a step, identical in both passes."""
         slot = jnp.bitwise_and(step, _STAGES - 1)
-        return ops.read(mine.at[slot, page]).astype(jnp.float32) * factors + shared
+        return ops.read(tiles.at[warpgroup, slot, page]).astype(jnp.float32) * factors + shared
 
     def gather(step: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         reference, total = state

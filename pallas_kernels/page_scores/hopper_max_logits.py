@@ -116,17 +116,18 @@ def place_of_key(key: Any) -> Any:
     return (pair * PAGES + page) * _TOGETHER + one
 
 
-def begin(queries: Float[Array, "64 C"], keys: Any) -> None:
+def begin(queries: Float[Array, "64 C"], keys: Any, slot: Any) -> None:
     """Starts to multiply with the first two blocks, once per kernel and before any loop.
 
     Args:
       queries: Queries in float8_e4m3fn, in `LAYOUT`.
-      keys: Keys of the group, `[lines, 128]` in shared memory, swizzled over whole lines.
+      keys: Keys of groups, `[slots, lines, 128]` in shared memory, swizzled over whole lines.
+      slot: Index of the first group.
     """
     if ops.is_interpreted():
         return
     channels = queries.shape[1]
-    keys, first = _part(keys, 0, channels)
+    keys, first = _part(keys, slot, 0, channels)
 
     @mlir.emit((queries, LAYOUT), (keys, plgpu.RefType(ops.transforms(keys.dtype, LINE))))
     def start(queries: Any, keys: Any) -> None:
@@ -135,7 +136,7 @@ def begin(queries: Float[Array, "64 C"], keys: Any) -> None:
 
 
 def write_maxima(
-    queries: Float[Array, "64 C"], keys: Any, following: Any, found: Any, *, step: int
+    queries: Float[Array, "64 C"], keys: Any, slot: Any, after: Any, found: Any, *, step: int
 ) -> None:
     """Writes each query's largest product per page of two blocks; NaN if any product is.
 
@@ -145,14 +146,15 @@ def write_maxima(
 
     Args:
       queries: Queries in float8_e4m3fn, in `LAYOUT`.
-      keys: Keys of the group, `[lines, 128]` in shared memory, swizzled over whole lines.
-      following: Keys of the next group, likewise.
+      keys: Keys of groups, `[slots, lines, 128]` in shared memory, swizzled over whole lines.
+      slot: Index of the group.
+      after: Index of the next group.
       found: Target of the maxima: float16, `[8, 64]` in shared memory, swizzled over whole lines.
       step: Index of the two blocks in the group; calls take all steps of all groups in order.
     """
     channels = queries.shape[1]
     if ops.is_interpreted():
-        own, first = _part(keys, step, channels)
+        own, first = _part(keys, slot, step, channels)
         products = jnp.dot(
             own[...][:, first : first + channels], queries.T, preferred_element_type=jnp.float32
         )
@@ -164,7 +166,7 @@ def write_maxima(
         plgpu.commit_smem()
         return
     is_last = step == STEPS - 1
-    coming, first = _part(following if is_last else keys, (step + 1) % STEPS, channels)
+    coming, first = _part(keys, after if is_last else slot, (step + 1) % STEPS, channels)
     own = coming, plgpu.RefType(ops.transforms(coming.dtype, LINE))
     target = found, plgpu.RefType(ops.transforms(jnp.float16, LINE))
 
@@ -175,10 +177,10 @@ def write_maxima(
         _write_maxima(place, found)
 
 
-def _part(keys: Any, step: int, channels: int) -> tuple[Any, int]:
+def _part(keys: Any, slot: Any, step: int, channels: int) -> tuple[Any, int]:
     """Returns the lines of a step's keys, and the keys' first byte in each line."""
     beside, first = divmod(step * _KEYS, lines(channels))
-    return keys.at[pl.ds(first, _KEYS)], beside * channels
+    return keys.at[slot, pl.ds(first, _KEYS)], beside * channels
 
 
 def settle() -> None:

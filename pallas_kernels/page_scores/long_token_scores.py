@@ -83,10 +83,12 @@ def read_parts(
     layout, shape = parts_layout(heads), (heads, _PARTS)
     tops, totals = [], []
     for index, chunk in enumerate(chunks_of_parts(top_ref.shape[1])):
-        first = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        first = ops.matrix_index(shape, 1, layout)
         is_part = (first + index * _PARTS) * count < there
-        tops.append(jnp.where(is_part, ops.read(top_ref.at[rows, chunk], layout), MASK_VALUE))
-        totals.append(jnp.where(is_part, ops.read(total_ref.at[rows, chunk], layout), 0.0))
+        tops.append(
+            jnp.where(is_part, ops.read_global(top_ref.at[rows, chunk], layout), MASK_VALUE)
+        )
+        totals.append(jnp.where(is_part, ops.read_global(total_ref.at[rows, chunk], layout), 0.0))
     return tops, totals
 
 
@@ -154,7 +156,7 @@ def _find_page_scores(
     def write_page_scores(read: Array) -> None:
         sums, page_scores = _add_heads(read, factors), page_scores_ref.at[sequence]
         layout = _columns_layout(_PACKED)
-        place = plgpu.broadcasted_iota(jnp.int32, sums.shape, 1, layout=layout)
+        place = ops.matrix_index(sums.shape, 1, layout)
         columns = jnp.where(place < sizes.count, first + place, page_scores.shape[0])
         previous = row_ops.read_row(columns, page_scores, layout=layout)
         found = combine_page_scores(
@@ -213,7 +215,7 @@ def _write_factors(
     )
     own = []
     for index, top in enumerate(tops):
-        column = plgpu.broadcasted_iota(jnp.int32, top.shape, 1, layout=parts_layout(heads))
+        column = ops.matrix_index(top.shape, 1, parts_layout(heads))
         is_own = column + index * _PARTS == part
         own.append(jnp.max(jnp.where(is_own, top, MASK_VALUE), axis=1))
     found = weigh_parts(tops, totals)

@@ -86,21 +86,32 @@ def _represent(
     """Runs one thread block: four pairs of row and head, repeating the last one if necessary."""
     program, batch = jax.lax.axis_index("program"), jax.lax.axis_index("batch")
     quarter, last = sizes.head_dim // 4, sizes.rows * sizes.heads - 1
-    pairs = [jnp.minimum(program * _HEADS + index, last) for index in range(_HEADS)]
-    wheres = [(jax.lax.div(pair, sizes.heads), jax.lax.rem(pair, sizes.heads)) for pair in pairs]
-    for index, (row, head) in enumerate(wheres):
-        rows = pl.ds(row * _QUERIES, _QUERIES)
-        for half in range(2):  # RoPE rotates channels `d`, `d + H/2` together, slower for large `d`
-            channels = pl.ds((2 * half + 1) * quarter, quarter)
-            source, target = query.at[batch, rows, head, channels], queries.at[index, half]
-            if not sizes.by_warp:
-                plgpu.copy_gmem_to_smem(source, target, filled)
-            elif ops.is_interpreted():
-                target[...] = source[...]
+
+    def where(index: Any) -> tuple[Any, Any]:
+        pair = jnp.minimum(program * _HEADS + index, last)
+        return jax.lax.div(pair, sizes.heads), jax.lax.rem(pair, sizes.heads)
+
+    def copy(place: Any, nothing: Any) -> Any:
+        index, half = jax.lax.div(place, 2), jax.lax.rem(place, 2)
+        row, head = where(index)
+        # RoPE rotates channels `d`, `d + H/2` together, slower for large `d`.
+        channels = pl.ds((2 * half + 1) * quarter, quarter)
+        source = query.at[batch, pl.ds(row * _QUERIES, _QUERIES), head, channels]
+        target = queries.at[index, half]
+        if not sizes.by_warp:
+            plgpu.copy_gmem_to_smem(source, target, filled)
+        else:
+            target[...] = source[...]
+        return nothing
+
+    if not sizes.by_warp or ops.is_interpreted():
+        # The compiler unrolls this loop: JAX takes long to lower a copy to shared memory.
+        jax.lax.fori_loop(0, 2 * _HEADS, copy, ())
     if not sizes.by_warp:
         plgpu.barrier_wait(filled)
     if ops.is_interpreted():
-        for index, (row, head) in enumerate(wheres):
+        for index in range(_HEADS):
+            row, head = where(index)
             is_own = valid[batch, pl.ds(row * _QUERIES, _QUERIES)] != 0
             out[batch, row, :, head] = _interpreted(queries[index], is_own, sizes.count)
         return

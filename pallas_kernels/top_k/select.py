@@ -217,7 +217,7 @@ def select_blocks_kernel(
         index = jax.lax.axis_index("row")
         layout = row_ops.row_layout(width)
         select_row(
-            ops.read(scores_ref.at[index], layout),
+            ops.read_global(scores_ref.at[index], layout),
             plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout),
             rows_ref[index],
             counts_ref[index],

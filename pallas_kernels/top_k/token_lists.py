@@ -98,8 +98,8 @@ def _list_blocks(
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
-    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
-    columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
+    columns = warpgroup * own + ops.matrix_index((own, TILE), 0, layout)
+    columns = columns * TILE + ops.matrix_index((own, TILE), 1, layout)
     there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
     row, layer = there - 1, jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
     # Without a token, do as plain JAX, where negative indices count from the end.

@@ -86,8 +86,8 @@ def _select_token(
     largest, largest_positive = row_ops.maxima((exponent, positive), scratch, layout=layout)
     shift = jnp.minimum(exponent - largest, 0) + STATE_EXPONENT
     state = jnp.where(value == 0.0, 0.0, mantissa_of(value) * power_of_two(shift))
-    columns = warpgroup * own + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 0, layout=layout)
-    columns = columns * TILE + plgpu.broadcasted_iota(jnp.int32, (own, TILE), 1, layout=layout)
+    columns = warpgroup * own + ops.matrix_index((own, TILE), 0, layout)
+    columns = columns * TILE + ops.matrix_index((own, TILE), 1, layout)
     row_ops.write_row(state, columns, state_ref.at[sequence], layout=layout)
     is_walked = largest_positive - largest + STATE_EXPONENT > -LARGEST_EXPONENT
     is_walked = is_walked & (largest_positive > NO_EXPONENT)

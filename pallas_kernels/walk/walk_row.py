@@ -491,7 +491,7 @@ class _Tiles:
         """
         row, power = self.token.row, self.tiling.power
         blocks = query_tile * TILE
-        blocks = blocks + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_BY_KEY)
+        blocks = blocks + ops.matrix_index((TILE,), 0, _BY_KEY)
         own = jnp.where(blocks == row, plgpu.layout_cast(jnp.ones_like(state), _BY_KEY), 0.0)
         weight = jnp.where(blocks <= row, jnp.where(self.token.is_first, own, state), 0.0)
         exponent = exponent_of(weight)
