@@ -21,7 +21,6 @@ from sketchwalk_jax.pallas_kernels.config import (
     KernelConfig,
 )
 from sketchwalk_jax.scaled import to_float8
-from sketchwalk_jax.selection import map_tiles
 
 # Most page max logits in memory between kernels: half a gigabyte of float16.
 _MOST_MAX_LOGITS = 2**28
@@ -114,7 +113,9 @@ def page_scores_of_kernels(
 
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
         index, own = part
-        found = score_tile(own, rows[:, 0] + index * tile)
+        # Rows without tokens are scored as a prompt's first ones, which have the fewest keys.
+        first_row = rows[:, 0] + index * tile
+        found = score_tile(own, jnp.where(first_row * SCORED_BLOCK < kv_lengths, first_row, 0))
         found = found[..., : num_blocks * SCORED_PAGES]
         if heads is not None:
             found = heads.gather(found, axis=1)
@@ -122,12 +123,7 @@ def page_scores_of_kernels(
 
     grouped = jnp.moveaxis(grouped, 2, 0)
     parts = jnp.arange(len(grouped), dtype=jnp.int32), grouped
-    if heads is None:
-        where: dict[str, Any] = {"tile": tile, "block_size": SCORED_BLOCK}
-        where["num_columns"] = num_blocks * SCORED_PAGES
-        found = map_tiles(score, parts, rows, kv_lengths, **where)
-    else:  # collectives must not depend on a condition
-        found = jax.lax.map(score, parts)
+    found = jax.lax.map(score, parts)
     found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * SCORED_PAGES)[:, :num_rows]
     page = jnp.arange(num_blocks * SCORED_PAGES, dtype=jnp.int32)[None, None]
     is_before = page < (rows[..., None] + 1) * SCORED_PAGES

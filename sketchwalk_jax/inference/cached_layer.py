@@ -157,9 +157,9 @@ class Settings(LayerSettings):
     Attributes:
       model_config: The model.
       chunk_size: Tokens that prefill processes at a time, or `None` for all.
-      max_tile: If given, a program for prompts of any length up to the columns that it takes: what
-        each token needs by itself is computed for at most this many columns at a time, and only
-        where tokens are. Such a program returns no selection.
+      sixteenths: If given, a program for prompts of any length up to the columns that it takes.
+        What each token needs by itself is computed for the least of these sixteenths of the columns
+        that holds all tokens. Such a program returns no selection.
       return_all_logits: Whether prefill returns the logits of every token.
 
     Raises:
@@ -168,7 +168,7 @@ class Settings(LayerSettings):
 
     model_config: ModelConfig
     chunk_size: int | None = None
-    max_tile: int | None = None
+    sixteenths: tuple[int, ...] = ()
     return_all_logits: bool = False
 
     def __post_init__(self) -> None:

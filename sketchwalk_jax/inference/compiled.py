@@ -317,13 +317,15 @@ def _default_device() -> jax.Device:
 
 
 def _compiler_options(device: jax.Device) -> dict[str, Any] | None:
-    """Options of XLA: on GPUs, no measuring of matrix products while compiling.
+    """Options of XLA: on GPUs, matrix products as cuBLAS chooses them, without measuring.
 
-    Measuring takes longer than all else, makes a program depend on chance, and gained nothing.
+    Measuring takes more than half of the time to compile, and makes a program depend on chance.
+    Without it, XLA's own matrix products (Triton) would be up to 60 times slower.
     """
-    if device.platform != "gpu" or "xla_gpu_autotune_level" in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    if device.platform != "gpu" or "autotune" in flags or "triton" in flags:
         return None
-    return {"xla_gpu_autotune_level": 0}
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @contextlib.contextmanager

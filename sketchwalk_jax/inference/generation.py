@@ -46,6 +46,7 @@ from sketchwalk_jax.inference.calls import (
 from sketchwalk_jax.inference.compiled import Program, keep_by_default
 from sketchwalk_jax.inference.padding import (
     bucket_length,
+    class_sixteenths,
     left_to_right_padding,
     length_class,
     new_token_room,
@@ -86,9 +87,6 @@ PyTree = Any
 # Greedy decoding on a GPU asks the host whether to go on only every 4 steps. With more steps, more
 # are wasted after the last sequence has ended.
 _STEPS = 4
-# Most columns that a prompt's program computes at a time, over all sequences. Fewer cost more waits
-# for the host, more cost more where a prompt ends inside them.
-_MOST_TILE = 2048
 
 
 @register
@@ -323,12 +321,6 @@ _continue = Program(
 )
 
 
-def _tile_of(width: int, batch: int, *, has_kernels: bool) -> int:
-    """Columns that a program for prompts of up to `width` tokens computes at a time."""
-    most = _MOST_TILE if has_kernels else _MOST_TILE // 4
-    return min(width // 4, most // batch)
-
-
 @functools.lru_cache(maxsize=64)
 def _for_program(policy: Policy, num_layers: int, num_blocks: int) -> tuple[Policy, PyTree]:
     """Calls `Policy.for_program` once for equal arguments."""
@@ -458,7 +450,7 @@ class Options:
                 "pad_token_id": self.pad_token_id,
                 # Drop prefill-only options, or decode would be recompiled.
                 "settings": dataclasses.replace(
-                    settings, chunk_size=None, max_tile=None, return_selection=False
+                    settings, chunk_size=None, sixteenths=(), return_selection=False
                 ),
                 "is_greedy": is_loaded and has_greedy_program(sampling),
             },
@@ -515,8 +507,8 @@ class Options:
             wanted = max(min(wanted, capacity), width)
         num_blocks = -(-capacity // size)
         policy, numbers = _for_program(policy, model_config.num_layers, num_blocks)
-        tile = max(size, _tile_of(wanted, batch, has_kernels=has_kernels))
-        settings = dataclasses.replace(settings, policy=policy, max_tile=tile)
+        sixteenths = class_sixteenths(wanted, growth=growth)
+        settings = dataclasses.replace(settings, policy=policy, sixteenths=sixteenths)
         tokens = pad_to(np.asarray(tokens), wanted - moved)
         return tokens, np.asarray(lengths), capacity, settings, numbers
 
@@ -687,7 +679,7 @@ def generate(
 
     The call runs two compiled programs, one for the prompts and one for decoding. On one device,
     other prompts of the same class of lengths run the same programs, and so do other densities,
-    budgets and plans; with GPU kernels, classes end at 2,048, 8,192, 32,768, … tokens, otherwise at
+    budgets and plans; with GPU kernels, classes end at 4,096, 16,384, 65,536, … tokens, otherwise at
     256, 512, 1,024, … . Another `max_new_tokens` does so if `new_token_room(max_new_tokens)` stays
     the same. `stream` shares both programs, except that greedy decoding on GPUs with kernels has
     its own program here. The function is pure; inside your own `jit` it becomes part of that
@@ -724,7 +716,7 @@ def generate(
       cache: Cache of an earlier call, whose sequences this call continues. It is donated: use the
         returned cache afterwards. The repetition penalty then counts the tokens of this call only.
       max_tokens: Capacity of a new cache in tokens, to leave room for later calls. Default: room
-        for the class of the prompts, at most four times their length or 2,048 tokens, and for the
+        for the class of the prompts, at most four times their length or 4,096 tokens, and for the
         new tokens, rounded up by `new_token_room`. If such a cache would take more than half of the
         device's free memory, room for the prompts as `bucket_length` rounds them up.
       return_selection: Whether to return the blocks that the prompts' query blocks attended to.

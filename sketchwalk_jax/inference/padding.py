@@ -150,18 +150,34 @@ def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
 def length_class(num_tokens: int, *, growth: int) -> int:
     """Returns the longest prompt of the program that reads a prompt of `num_tokens` tokens.
 
-    Classes are `256 · growth^k` with `growth` 2, or `2048 · growth^k` with a larger one.
+    Classes are `256 · growth^k` with `growth` 2, or `4096 · growth^k` with a larger one.
 
     Example:
       >>> [length_class(n, growth=2) for n in (1, 257, 1000)]
       [256, 512, 1024]
       >>> [length_class(n, growth=4) for n in (1, 2049, 100_000)]
-      [2048, 8192, 131072]
+      [4096, 4096, 262144]
     """
-    found = 256 if growth == 2 else 2048
+    found = 256 if growth == 2 else 4096
     while found < num_tokens:
         found *= growth
     return found
+
+
+def class_sixteenths(width: int, *, growth: int) -> tuple[int, ...]:
+    """Returns the sixteenths of a class's columns that its program can compute, ascending.
+
+    They exceed the prompts of the class by at most a half. In the first class, prompts may be much
+    shorter, and a multiple of a sixteenth is computed.
+
+    Example:
+      >>> class_sixteenths(512, growth=2), class_sixteenths(16384, growth=4)
+      ((10, 12, 14, 16), (6, 8, 10, 12, 16))
+    """
+    is_first = width <= length_class(1, growth=growth)
+    if growth == 2:
+        return (*((4, 8) if is_first else ()), 10, 12, 14, 16)
+    return (*((1, 2, 4) if is_first else ()), 6, 8, 10, 12, 16)
 
 
 def pad_to(tokens: Any, width: int) -> Any:

@@ -37,7 +37,7 @@ from sketchwalk_jax.inference.calls import (
 from sketchwalk_jax.inference.compiled import keep_by_default
 from sketchwalk_jax.memory import advice
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.transformer import Tiles, run_layers, unembed
+from sketchwalk_jax.models.transformer import Widths, run_layers, unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
 from sketchwalk_jax.policies.dense import Dense
@@ -52,6 +52,10 @@ from sketchwalk_jax.sharding import (
 )
 
 PyTree = Any
+
+# Most columns of prompts in which a shared program computes linear layers at a time, over all
+# sequences: they keep a GPU busy, and their activations take little memory.
+_MOST_COLUMNS = 8192
 
 
 # Steps of `prefill`, `generate` and `stream`, inside `jit`.
@@ -108,11 +112,13 @@ def read_prompt(
         )
         num_new = jnp.sum(valid, axis=1, dtype=jnp.int32)
         span = Span(
-            first_block + index * (chunk // size), valid, cache.lengths + num_new, prompt_end
+            first_block + index * (chunk // size),
+            valid,
+            cache.lengths + num_new,
+            prompt_end,
+            is_fresh=is_fresh and num_chunks == 1,
         )
-        make = partial(
-            layer_attention, span, is_fresh=is_fresh and num_chunks == 1, settings=settings
-        )
+        make = partial(layer_attention, span, is_fresh=span.is_fresh, settings=settings)
         walk = settings.policy.init_walk(
             batch=tokens.shape[0], num_rows=chunk // size, num_blocks=cache.capacity // size
         )
@@ -129,7 +135,7 @@ def read_prompt(
             model_config=settings.model_config,
             layers=attention_by_layer(make, settings),
             swiglu_quantize=settings.swiglu_quantize,
-            tiles=_tiles(valid, settings),
+            widths=_widths(valid, settings),
         )
         pairs, selection = join_layers(found)
         if blocks is not None:
@@ -159,7 +165,7 @@ def read_prompt(
 
     embedding = params["embed"]["embedding"]
     start = jnp.zeros_like(wanted, embedding.dtype, shape=(*wanted.shape, embedding.shape[1]))
-    if settings.max_tile is not None:  # skip the chunks after the longest prompt
+    if settings.sixteenths:  # skip the chunks after the longest prompt
         count = (jnp.max(layout.shift + lengths) + chunk - 1) // chunk
         cache, taken = jax.lax.fori_loop(
             0, count, lambda index, carry: step(carry, index)[0], (cache, start)
@@ -171,18 +177,17 @@ def read_prompt(
     return taken, cache, _empty_others(selection, is_row, cache.capacity)
 
 
-def _tiles(valid: Bool[Array, "B T"], settings: Settings) -> Tiles | None:
-    """Tiles for the columns up to the last token, at most `settings.max_tile` columns each."""
-    num_columns, unit = valid.shape[1], settings.policy.block_size
-    if settings.max_tile is None:
+def _widths(valid: Bool[Array, "B T"], settings: Settings) -> Widths | None:
+    """Numbers of columns, of which the least one that holds all tokens is computed."""
+    if not settings.sixteenths:
         return None
-    blocks = num_columns // unit
-    most = max(1, settings.max_tile // unit)
-    of_tile = max(n for n in range(1, min(most, blocks) + 1) if blocks % n == 0)
-    size = of_tile * unit
+    (batch, num_columns), size = valid.shape, settings.policy.block_size
+    blocks = {-(-num_columns * part // (16 * size)) for part in (*settings.sixteenths, 16)}
+    columns = tuple(size * number for number in sorted(blocks))
     column = jnp.arange(1, num_columns + 1, dtype=jnp.int32)
     used = jnp.max(jnp.where(valid, column[None], 0))
-    return Tiles(size, (used + size - 1) // size)
+    index = jnp.sum(used > jnp.asarray(columns[:-1], jnp.int32), dtype=jnp.int32)
+    return Widths(columns, index, max(size, _MOST_COLUMNS // batch))
 
 
 def new_cache(params: PyTree, batch: int, max_tokens: int, settings: Settings) -> Cache:

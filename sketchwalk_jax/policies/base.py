@@ -60,6 +60,7 @@ class Span:
       heads: Distribution of the heads over ranks, each of which makes this call for its own heads;
         `None` if this device has all heads.
       blocks: Distribution of a prompt's rows over ranks; `None` if this device has all rows.
+      is_fresh: Whether the tokens are known to begin their sequences.
     """
 
     first_block: Int[Array, "B"]
@@ -68,6 +69,7 @@ class Span:
     prompt_end: Int[Array, "B"]
     heads: Heads | None = dataclasses.field(default=None, metadata={"static": True})
     blocks: Blocks | None = dataclasses.field(default=None, metadata={"static": True})
+    is_fresh: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of_tokens(

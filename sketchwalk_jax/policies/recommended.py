@@ -528,10 +528,11 @@ class RecommendedConfig(ScorePolicy):
                 powers = (before / largest) ** self.exponent + (after / largest) ** self.exponent
                 return largest * powers ** (1.0 / self.exponent)
 
-            if span.heads is None:  # pieces after the early rows skip this
-                before = jax.lax.cond(jnp.any(is_added), add, lambda before: before, before)
-            else:  # collectives must not depend on a condition
+            if span.is_fresh or span.heads is not None:
+                # There are early rows; and collectives must not depend on a condition.
                 before = add(before)
+            else:
+                before = jax.lax.cond(jnp.any(is_added), add, lambda before: before, before)
             parts.append(before)
             first = last
         return jnp.concatenate([*parts, found[:, first:]], axis=1)
