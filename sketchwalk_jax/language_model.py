@@ -213,7 +213,7 @@ class LanguageModel:
         def work() -> None:
             with contextlib.suppress(Exception):  # the first call raises what fails here
                 for one in (call, for_stream(call)):
-                    one.compile(self.params, is_ahead=True)
+                    one.begin(self.params, is_ahead=True)
 
         threading.Thread(target=work, daemon=True).start()
 

@@ -141,8 +141,8 @@ FAULTS = (
     Fault("block-codes-one-key-more",
           "The codes of a block that is not full include a key that is not there.",
           "pallas_kernels/key_quantization/quantize_keys.py",
-          "_encode(halves, place < left, sizes=sizes)",
-          "_encode(halves, place <= left, sizes=sizes)"),
+          "_encode(halves, place < left, scratch, sizes=sizes)",
+          "_encode(halves, place <= left, scratch, sizes=sizes)"),
     # Selection.
     Fault("budget-rounded-down",
           "A share of the blocks is rounded down, so that a policy keeps less than it says.",

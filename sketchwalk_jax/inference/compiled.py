@@ -161,17 +161,15 @@ class Program:
 
     def __call__(self, *arrays: PyTree, **static: Any) -> PyTree:
         """Runs the program, which it compiles first if there is none."""
-        device = _device_of(arrays)
-        if device is None:
-            return self.jitted(*arrays, **static)
-        return self._begin(arrays, static, device).result()(*arrays)
+        found = self.compile(*arrays, **static)
+        return self.jitted(*arrays, **static) if found is None else found.result()(*arrays)
 
     def _cache_size(self) -> int:
         """Number of programs in memory, as `jax.jit`'s own."""
         return len(self._programs) + self.jitted._cache_size()
 
     def compile(self, *arrays: PyTree, **static: Any) -> "Future[Any] | None":
-        """Begins to compile in another thread, unless there is a program already.
+        """Finds a program in memory or on disk, or begins to compile it in another thread.
 
         Args:
           *arrays: Arguments, arrays or their shapes.
@@ -181,12 +179,8 @@ class Program:
           A `Future` of the program; `None` if `jax.jit` runs it.
         """
         device = _device_of(arrays)
-        return None if device is None else self._begin(arrays, static, device)
-
-    def _begin(
-        self, arrays: tuple[PyTree, ...], static: dict[str, Any], device: jax.Device
-    ) -> "Future[jax.stages.Compiled]":
-        """Returns the program of these arguments, or one that is being loaded or compiled."""
+        if device is None:
+            return None
         leaves, structure = jax.tree.flatten(arrays)
         kinds = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in leaves)
         settings = (*(getattr(jax.config, name) for name in _SETTINGS), dispatch.kernels_here())

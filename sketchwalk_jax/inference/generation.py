@@ -429,15 +429,15 @@ class Options:
         if placement is not None:
             placement.check_batch(tokens.shape[0])
         capacity = self._capacity(tokens, lengths, cache, settings)
+        check_key(key, sampling)
+        if is_loaded:
+            check_model(params, cache, model_config)
         num_rows = prompt_rows(tokens, lengths, cache, settings.policy.block_size)
         numbers = None
         if shares:
             tokens, lengths, capacity, settings, numbers = self._share_programs(
                 params, tokens, lengths, cache, capacity, settings
             )
-        check_key(key, sampling)
-        if is_loaded:
-            check_model(params, cache, model_config)
         sampling = Sampling.greedy() if sampling is None else sampling
         return Call(
             prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache, numbers),
@@ -551,7 +551,7 @@ class Options:
 
 
 def _are_shapes(params: PyTree) -> bool:
-    return isinstance(params["embed"]["embedding"], jax.ShapeDtypeStruct)
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
 def _end_tokens(given: Any, model_config: ModelConfig) -> tuple[int, ...]:
@@ -582,7 +582,7 @@ class Call:
     shares: bool  # whether programs do not know the prompts' lengths and the budgets
     choice: Choice | None  # the choice of an `Auto`
 
-    def compile(self, params: PyTree, *, is_ahead: bool = False) -> None:
+    def begin(self, params: PyTree, *, is_ahead: bool = False) -> None:
         """Begins to compile the programs for the prompt and for the tokens, side by side.
 
         Args:
@@ -636,7 +636,7 @@ class Call:
         limit = np.asarray(self.max_new_tokens, np.int32)
         numbers = self.prompt[-1]
         with self.memory(params):
-            self.compile(params)
+            self.begin(params)
             state, selection = _start(params, *self.prompt, **self.reading)
             new, state = _continue(params, state, self.sampling, limit, numbers, **self.decoding)
             if self.shares:  # on the host, as slicing an array compiles a program for each size
@@ -679,9 +679,9 @@ def generate(
 
     The call runs two compiled programs, one for the prompts and one for decoding. On one device,
     other prompts of the same class of lengths run the same programs, and so do other densities,
-    budgets and plans; with GPU kernels, classes end at 4,096, 16,384, 65,536, … tokens, otherwise at
-    256, 512, 1,024, … . Another `max_new_tokens` does so if `new_token_room(max_new_tokens)` stays
-    the same. `stream` shares both programs, except that greedy decoding on GPUs with kernels has
+    budgets and plans. With GPU kernels, classes end at 4,096, 16,384, 65,536, … tokens, and otherwise
+    at 256, 512, 1,024, … . Another `max_new_tokens` does so if `new_token_room(max_new_tokens)`
+    stays the same. `stream` shares both programs, except that greedy decoding on GPUs with kernels has
     its own program here. The function is pure; inside your own `jit` it becomes part of that
     program.
 
@@ -895,7 +895,7 @@ class Stream(Iterator[StreamChunk]):
         call, params = self._call, self._params
         if self._state is None:
             with call.memory(params):
-                call.compile(params)
+                call.begin(params)
                 self._state, selection = _start(params, *call.prompt, **call.reading)
             no_tokens = np.zeros((len(self._lengths), 0), np.int32)
             return self._chunk(no_tokens, 0, first_rows(selection, call.num_rows))

@@ -149,6 +149,12 @@ class RecommendedConfig(ScorePolicy):
             raise ValueError(f"exponent must be at most {_MAX_EXPONENT}, got {self.exponent}")
         check_number("decay", self.decay, "[0, 1)")
         check_integer("num_layers", self.num_layers, is_optional=True)
+        if not isinstance(self.layer_representatives, tuple):
+            raise ValueError(
+                f"layer_representatives must be a tuple, got {describe(self.layer_representatives)}"
+            )
+        for count in self.layer_representatives:
+            check_integer("layer_representatives", count)
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise ValueError(f"plan must be a Plan or None, got {describe(self.plan)}")
         if self.plan is not None and self.num_layers is None:

@@ -382,6 +382,7 @@ def test_a_failure_for_want_of_memory_ends_with_advice(weights, monkeypatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nBuffers:\n 1. ...")
 
+    fail.compile = lambda *_, **__: None
     from sketchwalk_jax.inference import generation, steps
 
     chunks = stream(weights, TOKENS, max_new_tokens=2, **OPTIONS)

@@ -366,6 +366,6 @@ def test_shapes_of_weights_are_enough_to_compile_ahead(weights, compilations):
     _forget()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
     made = generation.make_generate(MODEL, POLICIES["paper"], max_new_tokens=3)
-    made.check(shapes, np.zeros((1, 31), np.int32)).compile(shapes, is_ahead=True)
+    made.check(shapes, np.zeros((1, 31), np.int32)).begin(shapes, is_ahead=True)
     assert _answer(weights).shape == (1, 3)
     assert len(_of_generation(compilations)) == 2
