@@ -393,7 +393,8 @@ def run_layers(
         if widths is None:
             qkv = before(weights, hidden, cos, sin)
         with jax.named_scope("attention"):
-            out, state, aux = attend(*qkv, layer, state)
+            query, key, value = qkv
+            out, state, aux = attend(query, key, value, layer, state)
         if widths is None:
             return (after(weights, hidden, out), state, count + 1, None), aux
         # One switch ends this layer and begins the next, since each waits for the host on a GPU.

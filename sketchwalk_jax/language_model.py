@@ -156,6 +156,7 @@ class LanguageModel:
           >>> LanguageModel.load(bundled_model()).model_config.num_layers
           12
         """
+        check_integer("warm_up", warm_up, is_optional=True)
         if policy is not None:
             check_policy_or_auto(policy)
         if weights is not None:
@@ -164,9 +165,8 @@ class LanguageModel:
         tokenizer = load_tokenizer(checkpoint)  # before the weights, which take longer
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"
-        check_integer("warm_up", warm_up, is_optional=True)
 
-        def make(params: PyTree, model_config: ModelConfig) -> Self:
+        def make(params: PyTree, model_config: ModelConfig) -> Any:
             chosen = default_policy(model_config) if policy is None else policy
             made = cls(params=params, model_config=model_config, tokenizer=tokenizer, policy=chosen)
             return made.with_policy(chosen, density=density)
@@ -175,16 +175,15 @@ class LanguageModel:
             if warm_up is not None and sharding is None:
                 make(shapes, model_config).warm_up(warm_up)
 
-        made = make(
-            *load(
-                checkpoint,
-                dtype=dtype,
-                weights=weights,
-                sharding=sharding,
-                progress=progress,
-                before_reading=begin,
-            )
+        params, model_config = load(
+            checkpoint,
+            dtype=dtype,
+            weights=weights,
+            sharding=sharding,
+            progress=progress,
+            before_reading=begin,
         )
+        made: Self = make(params, model_config)
         if warm_up is not None:
             made.warm_up(warm_up)
         return made

@@ -81,8 +81,8 @@ class _Sizes:
 
     def _places(self, firsts: Sequence[int], *, of_keys: bool) -> dict[str, Any]:
         if of_keys:
-            shape, starts = (_KEYS, self.quarter), [(0, first) for first in firsts]
-            return {"layout": self.layout, "shape": shape, "starts": starts}
+            shape, of_key = (_KEYS, self.quarter), [(0, first) for first in firsts]
+            return {"layout": self.layout, "shape": shape, "starts": of_key}
         starts = [(first,) for first in firsts]
         return {"layout": self.layout.reduce(0), "shape": (self.quarter,), "starts": starts}
 

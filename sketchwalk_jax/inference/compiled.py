@@ -166,7 +166,8 @@ class Program:
 
     def _cache_size(self) -> int:
         """Number of programs in memory, as `jax.jit`'s own."""
-        return len(self._programs) + self.jitted._cache_size()
+        of_jit: Any = self.jitted
+        return len(self._programs) + of_jit._cache_size()
 
     def compile(self, *arrays: PyTree, **static: Any) -> "Future[Any] | None":
         """Finds a program in memory or on disk, or begins to compile it in another thread.

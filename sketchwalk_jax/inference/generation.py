@@ -679,11 +679,11 @@ def generate(
 
     The call runs two compiled programs, one for the prompts and one for decoding. On one device,
     other prompts of the same class of lengths run the same programs, and so do other densities,
-    budgets and plans. With GPU kernels, classes end at 4,096, 16,384, 65,536, … tokens, and otherwise
-    at 256, 512, 1,024, … . Another `max_new_tokens` does so if `new_token_room(max_new_tokens)`
-    stays the same. `stream` shares both programs, except that greedy decoding on GPUs with kernels has
-    its own program here. The function is pure; inside your own `jit` it becomes part of that
-    program.
+    budgets and plans. With GPU kernels, classes end at 4,096, 16,384, 65,536, … tokens, otherwise
+    at 256, 512, 1,024, … tokens. Another `max_new_tokens` does so if
+    `new_token_room(max_new_tokens)` stays the same. `stream` shares both programs, except that
+    greedy decoding on GPUs with kernels has its own program here. The function is pure; inside your
+    own `jit` it becomes part of that program.
 
     The results for a sequence do not depend on the other sequences in the batch. Programs are kept
     on disk (see `keep_compiled_programs`), so the first call of the next session neither traces nor

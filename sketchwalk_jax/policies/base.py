@@ -564,7 +564,8 @@ class DecodePolicy(ScorePolicy):
         """Separates the budgets; see `Policy`."""
         policy, numbers = super().for_program(num_layers, num_blocks)
         if numbers is not None:
-            policy = dataclasses.replace(policy, token_budget=None)
+            changed: dict[str, Any] = {"token_budget": None}
+            policy = dataclasses.replace(policy, **changed)
         return policy, numbers
 
     @property
