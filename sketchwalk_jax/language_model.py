@@ -172,7 +172,8 @@ class LanguageModel:
             return made.with_policy(chosen, density=density)
 
         def begin(shapes: PyTree, model_config: ModelConfig) -> None:
-            if warm_up is not None and sharding is None:
+            is_calibrated = isinstance(policy, PrefillPolicy) and density is not None
+            if warm_up is not None and sharding is None and not is_calibrated:
                 make(shapes, model_config).warm_up(warm_up)
 
         params, model_config = load(
@@ -191,8 +192,8 @@ class LanguageModel:
     def warm_up(self, num_tokens: int, *, max_new_tokens: int = 128) -> None:
         """Begins to load or compile the programs for one prompt, in other threads.
 
-        The first call then waits only for what is left. This does nothing for a model on several
-        devices.
+        The first call then waits only for what is left, and so does the end of the process. This
+        does nothing for a model on several devices.
 
         Args:
           num_tokens: Number of tokens of the prompt. Prompts of the same class share programs.
@@ -224,10 +225,6 @@ class LanguageModel:
         num_tokens: int = LEAST_CONVERSATION,
     ) -> Self:
         """Returns the same model with another policy or density; both share the weights.
-
-        Changing the density recompiles, because it changes array shapes: the block indices have as
-        many columns as a row may keep. Compiled programs are kept on disk, so a later sweep over
-        the same densities does not compile again.
 
         Args:
           policy: The policy that chooses the key blocks of each query, such as

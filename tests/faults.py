@@ -232,7 +232,10 @@ FAULTS = (
           "sketchwalk_jax/inference/generation.py",
           """\
         lengths = check_prompt(tokens, lengths, model_config)
-        shares =""",
+        if to_bucket:
+            size, context = settings.policy.block_size, model_config.context_length
+            tokens = pad_to_bucket(tokens, multiple=size, context_length=context)
+""",
           """\
         if to_bucket:
             if lengths is None:
@@ -240,7 +243,7 @@ FAULTS = (
             size, context = settings.policy.block_size, model_config.context_length
             tokens = pad_to_bucket(tokens, multiple=size, context_length=context)
         lengths = check_prompt(tokens, lengths, model_config)
-        shares ="""),
+"""),
     Fault("one-end-token",
           "Only the first of several end tokens ends a sequence.",
           "sketchwalk_jax/inference/generation.py",
@@ -249,13 +252,13 @@ FAULTS = (
     Fault("decode-compiled-per-chunk-size",
           "Another chunk size of the prompt compiles the program of a generated token again.",
           "sketchwalk_jax/inference/generation.py",
-          "settings, chunk_size=None, sixteenths=(), return_selection=False",
-          "settings, sixteenths=()"),
+          '"settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),',
+          '"settings": settings,'),
     Fault("budget-compiled-in",
           "Another density compiles the programs again.",
           "sketchwalk_jax/policies/base.py",
           "return dataclasses.replace(self, density=density), table",
-          "return self, None"),
+          "return self, table"),
     Fault("padding-attends",
           "Rows of padding attend to keys, which takes time and counts as density.",
           "sketchwalk_jax/inference/cached_layer.py",
@@ -274,8 +277,8 @@ FAULTS = (
     Fault("program-of-other-code",
           "A program of another version of the package is loaded.",
           "sketchwalk_jax/inference/compiled.py",
-          "machine = (described, sorted(config.items()), _code_here(), _environment(device))",
-          "machine = (described, sorted(config.items()), _environment(device))"),
+          "machine = (described, _settings(), _code_here(), _environment(device))",
+          "machine = (described, _settings(), _environment(device))"),
     Fault("folder-of-others-trusted",
           "Programs are loaded from a folder that others can write.",
           "sketchwalk_jax/inference/compiled.py",

@@ -1,6 +1,7 @@
 """`sketchwalk info`: describes a checkpoint, the code that would run here, and the cache size."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import platform
@@ -95,7 +96,10 @@ def _describe_programs() -> dict[str, Any]:
     """Describes the folder of whole programs, which is None if programs are not kept."""
     compiled.keep_compiled_programs()
     folder = compiled.programs_folder()
-    sizes = [] if folder is None else [one.stat().st_size for one in folder.iterdir()]
+    sizes = []
+    for one in () if folder is None else folder.iterdir():
+        with contextlib.suppress(OSError):  # another process has removed it
+            sizes.append(one.stat().st_size)
     return {
         "folder": None if folder is None else str(folder),
         "number": len(sizes),

@@ -30,18 +30,19 @@ import jax.monitoring
 import numpy as np
 from jax.experimental import serialize_executable
 
+from sketchwalk_jax._version import __version__
 from sketchwalk_jax.pallas_kernels import dispatch
 
 PyTree = Any
 
 MOST_BYTES = 2**30
-"""Size limit of the folder of programs. Beyond it, the programs that were not used longest go."""
+"""Size limit of the folder of programs. Beyond it, the least recently used programs go."""
 
 _MAGIC = b"sketchwalk-jax program 1\n"
 _SLOW_SECONDS = 2.0
 """A compilation that takes longer says so on a terminal or in a notebook."""
 
-# Settings of JAX that may differ between two calls of a process, and change programs.
+# Settings of JAX that a context manager can change, and that change programs.
 _SETTINGS = (
     "jax_default_device",
     "jax_default_matmul_precision",
@@ -49,6 +50,7 @@ _SETTINGS = (
     "jax_enable_x64",
     "jax_numpy_dtype_promotion",
     "jax_numpy_rank_promotion",
+    "jax_pallas_enable_debug_checks",
     "jax_threefry_partitionable",
 )
 # With these, `jax.jit` does more than to run a program.
@@ -74,6 +76,7 @@ def keep_compiled_programs() -> None:
     The programs of `generate`, `make_generate`, `stream` and `LanguageModel` on one device are kept
     whole, in the subfolder `programs` of at most 1 GiB, so that a later process does not even trace
     them. Loading a program executes it. So that subfolder is used only if nobody else can write it.
+    While such a program compiles, JAX's cache takes no other programs of the process.
 
     Example:
       >>> import sketchwalk_jax as sw
@@ -114,9 +117,7 @@ def programs_folder() -> Path | None:
         found = folder.lstat()
     except OSError:
         return None
-    others = stat.S_IWGRP | stat.S_IWOTH
-    is_ours = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
-    if not stat.S_ISDIR(found.st_mode) or not is_ours or found.st_mode & others:
+    if not stat.S_ISDIR(found.st_mode) or not _is_ours(found):
         _warn_once(
             f"{folder} must be a folder that only you can write, as loading a program from it "
             f"executes it; programs are not kept there (chmod go-w mends its mode)"
@@ -125,13 +126,21 @@ def programs_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether only this user can write a file or folder; where there are no modes, it is so."""
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return not hasattr(os, "geteuid") or (
+        found.st_uid == os.geteuid() and not found.st_mode & others
+    )
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
 
 class Program:
-    """A jitted function that is compiled once for all processes.
+    """A jitted function whose programs are kept for later processes.
 
     It may be called like `jax.jit(function)`. If all arrays are known and on one device, it runs a
     program from memory, from disk, or compiled now and then kept. Else `jax.jit` runs it.
@@ -184,41 +193,43 @@ class Program:
             return None
         leaves, structure = jax.tree.flatten(arrays)
         kinds = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in leaves)
-        settings = (*(getattr(jax.config, name) for name in _SETTINGS), dispatch.kernels_here())
+        settings = (_settings(), dispatch.kernels_here())
         key = (tuple(static.items()), structure, kinds, settings, device)
         with self._lock:
-            found = self._programs.get(key)
-            if found is not None and not (found.done() and found.exception()):
-                return found
-            found = self._programs[key] = Future()
+            if key in self._programs:
+                return self._programs[key]
+            found = self._programs[key] = Future[jax.stages.Compiled]()
+        told = contextlib.ExitStack()
+
+        def fail(error: BaseException) -> None:
+            with self._lock:  # another call tries again, and nothing keeps what the error holds
+                self._programs.pop(key, None)
+            told.close()
+            found.set_exception(error)
+
+        def compile_and_keep() -> None:
+            try:
+                options = _compiler_options(device)
+                with told, _whole() if path else contextlib.nullcontext(lambda: False) as is_whole:
+                    compiled = lowered.compile(compiler_options=options)
+                if path is not None and is_whole():
+                    _save(path, compiled)
+                found.set_result(compiled)
+            except BaseException as error:
+                fail(error)
+
         try:
-            described = _describe((self._name, static, str(structure), str(kinds)))
-            path = _path_of(described, device)
+            path = _path_of(_describe((self._name, static, str(structure), str(kinds))), device)
             loaded = None if path is None else _load(path, arrays, device)
             if loaded is not None:
                 found.set_result(loaded)
                 return found
-            told = contextlib.ExitStack()
             told.enter_context(_telling(self._does, is_kept=path is not None))
-            with told:
-                # Python lowers one program after another, but XLA compiles them side by side.
-                lowered = self.jitted.lower(*arrays, **static)
-                told = told.pop_all()
-
-            def compile_and_keep() -> jax.stages.Compiled:
-                options = _compiler_options(device)
-                with told:
-                    if path is None:
-                        return lowered.compile(compiler_options=options)
-                    with _whole() as is_whole:
-                        compiled = lowered.compile(compiler_options=options)
-                if is_whole():
-                    _save(path, compiled)
-                return compiled
-
-            _pool().submit(compile_and_keep).add_done_callback(functools.partial(_hand_on, found))
+            # Python lowers one program after another, but XLA compiles them side by side.
+            lowered = self.jitted.lower(*arrays, **static)
+            _pool().submit(compile_and_keep)
         except BaseException as error:
-            found.set_exception(error)
+            fail(error)
             raise
         return found
 
@@ -251,7 +262,8 @@ def _whole() -> Iterator[Callable[[], bool]]:
         with _whole_lock:
             usual = _whole_now.pop()
             for name, value in ({} if _whole_now else usual).items():
-                jax.config.update(name, value)
+                if getattr(jax.config, name) == ours[name]:  # not changed meanwhile
+                    jax.config.update(name, value)
 
 
 @functools.cache
@@ -271,15 +283,6 @@ def forget_programs() -> None:
     for program in _all:
         with program._lock:
             program._programs.clear()
-
-
-def _hand_on(to: "Future[Any]", done: "Future[Any]") -> None:
-    """Gives one future the result of another one."""
-    error = done.exception()
-    if error is None:
-        to.set_result(done.result())
-    else:
-        to.set_exception(error)
 
 
 @functools.cache
@@ -326,7 +329,9 @@ def _compiler_options(device: jax.Device) -> dict[str, Any] | None:
 @contextlib.contextmanager
 def _telling(does: str, *, is_kept: bool) -> Iterator[None]:
     """Writes one line on a terminal or in a notebook if the block takes long."""
-    is_shown = sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    is_shown = "ipykernel" in sys.modules
+    with contextlib.suppress(AttributeError, ValueError):  # no terminal, or closed
+        is_shown |= sys.stderr.isatty()
     later = "later processes load it" if is_kept else "it is not kept for later processes"
     line = f"compiling the program that {does}: this session does so once, and {later}"
     timer = threading.Timer(_SLOW_SECONDS, lambda: print(line, file=sys.stderr, flush=True))
@@ -377,11 +382,16 @@ def _path_of(described: str | None, device: jax.Device) -> Path | None:
     folder = None if described is None else programs_folder()
     if folder is None:
         return None
-    values = jax.config.values.items()
-    config = {name: str(value) for name, value in values if "_cache_" not in name}
-    config |= {name: str(getattr(jax.config, name)) for name in _SETTINGS}
-    machine = (described, sorted(config.items()), _code_here(), _environment(device))
+    machine = (described, _settings(), _code_here(), _environment(device))
     return folder / hashlib.sha256(repr(machine).encode()).hexdigest()
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    """JAX's settings without those of its disk cache."""
+    values = jax.config.values
+    here = {name: getattr(jax.config, name) for name in _SETTINGS if name in values}
+    found = ((name, str(value)) for name, value in (values | here).items() if "_cache_" not in name)
+    return tuple(sorted(found))
 
 
 def _environment(device: jax.Device) -> tuple[Any, ...]:
@@ -394,7 +404,9 @@ def _environment(device: jax.Device) -> tuple[Any, ...]:
 
 @functools.cache
 def _installed() -> tuple[Any, ...]:
-    packages = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy")
+    cuda = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "nvidia-cudnn-cu12")
+    cuda += ("jax-cuda13-plugin", "nvidia-cublas", "nvidia-cudnn-cu13")
+    packages = ("jax", "jaxlib", "numpy", *cuda)
     versions = []
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -411,7 +423,7 @@ def _installed() -> tuple[Any, ...]:
 @functools.cache
 def _code_here() -> str:
     """A hash of the package's code."""
-    total = hashlib.sha256()
+    total = hashlib.sha256(__version__.encode())
     # In a checkout, the last two are beside the package.
     for name in ("", ".models", ".pallas_kernels"):
         file = importlib.import_module(f"sketchwalk_jax{name}").__file__
@@ -423,31 +435,36 @@ def _code_here() -> str:
 def _load(path: Path, arrays: PyTree, device: jax.Device) -> "jax.stages.Compiled | None":
     """Loads a program; `None` if there is none, or the file is damaged or not ours."""
     try:
-        if hasattr(os, "geteuid") and path.lstat().st_uid != os.geteuid():
-            return None
-        raw = path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            raw = file.read() if _is_ours(os.fstat(file.fileno())) else b""
     except OSError:
         return None
     head = len(_MAGIC)
     digest, content = raw[head : head + 32], raw[head + 32 :]
     if raw[:head] != _MAGIC or hashlib.sha256(content).digest() != digest:
         return None
-    _find_kernel_runtime(device)
-    try:
-        payload, outputs = pickle.loads(content)  # nobody else can write the folder
-        inputs = jax.tree.structure((arrays, {}))
-        found = serialize_executable.deserialize_and_load(
-            payload, inputs, outputs, device.client, [device]
-        )
-        os.utime(path)  # the programs that were not used longest are removed first
-    except Exception:  # whatever is wrong with the file, compiling replaces it
-        return None
-    return found
+    # Without Mosaic's runtime, kernels cannot be loaded. Importing all of Mosaic takes longer.
+    for prepare in (_find_kernel_runtime, _import_mosaic) if device.platform == "gpu" else (None,):
+        with contextlib.suppress(Exception):  # whatever is wrong, compiling replaces the file
+            if prepare is not None:
+                prepare()
+            payload, outputs = pickle.loads(content)  # nobody else can write the folder
+            inputs = jax.tree.structure((arrays, {}))
+            found = serialize_executable.deserialize_and_load(
+                payload, inputs, outputs, device.client, [device]
+            )
+            os.utime(path)  # the least recently used programs are removed first
+            return found
+    return None
 
 
-def _find_kernel_runtime(device: jax.Device) -> None:
-    """Tells Mosaic where its runtime is, as importing all of it, which takes long, would do."""
-    if device.platform != "gpu" or "MOSAIC_GPU_RUNTIME_LIB_PATH" in os.environ:
+def _import_mosaic() -> None:
+    importlib.import_module("jax.experimental.mosaic.gpu")
+
+
+def _find_kernel_runtime() -> None:
+    """Tells XLA where the runtime of Mosaic's kernels is, as importing Mosaic does."""
+    if "MOSAIC_GPU_RUNTIME_LIB_PATH" in os.environ:
         return
     for name in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
         found = importlib.util.find_spec(name)
@@ -478,7 +495,7 @@ def _save(path: Path, compiled: jax.stages.Compiled) -> None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Removes the programs that were not used longest, down to the folder's limit."""
+    """Removes the least recently used programs, down to the folder's limit."""
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -491,3 +508,6 @@ def _remove_oldest(folder: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         total -= size
+
+
+_code_here()  # of what is imported, not of what an update writes later

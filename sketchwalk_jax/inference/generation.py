@@ -68,7 +68,7 @@ from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.transformer import unembed
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
-from sketchwalk_jax.policies.base import Policy
+from sketchwalk_jax.policies.base import Policy, is_own
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
@@ -323,8 +323,11 @@ _continue = Program(
 
 @functools.lru_cache(maxsize=64)
 def _for_program(policy: Policy, num_layers: int, num_blocks: int) -> tuple[Policy, PyTree]:
-    """Calls `Policy.for_program` once for equal arguments."""
-    return policy.for_program(num_layers, num_blocks)
+    """Calls `Policy.for_program` once for equal arguments.
+
+    The code of a policy of one's own may read the fields that it would replace.
+    """
+    return policy.for_program(num_layers, num_blocks) if is_own(policy) else (policy, None)
 
 
 # The checked arguments of a call: static options, and a prompt.
@@ -398,7 +401,7 @@ class Options:
 
         If `params` is `NOT_LOADED`, all but the parameters is checked, as on one device. Shapes of
         parameters also stand for one device. If `to_bucket` is true, prompts are padded to one of a
-        few lengths, also for programs that know it.
+        few lengths.
         """
         model_config, is_loaded = self.model_config, params is not NOT_LOADED
         placement = placement_of(params, model_config) if is_loaded else None
@@ -408,8 +411,7 @@ class Options:
             on_one_device=is_loaded and (_are_shapes(params) or lies_on_one_device(params)),
         )
         lengths = check_prompt(tokens, lengths, model_config)
-        shares = is_loaded and self._shares_programs((params, tokens, lengths, cache), settings)
-        if to_bucket and not shares:
+        if to_bucket:
             size, context = settings.policy.block_size, model_config.context_length
             tokens = pad_to_bucket(tokens, multiple=size, context_length=context)
         choice = None
@@ -432,15 +434,9 @@ class Options:
         check_key(key, sampling)
         if is_loaded:
             check_model(params, cache, model_config)
-        num_rows = prompt_rows(tokens, lengths, cache, settings.policy.block_size)
-        numbers = None
-        if shares:
-            tokens, lengths, capacity, settings, numbers = self._share_programs(
-                params, tokens, lengths, cache, capacity, settings
-            )
         sampling = Sampling.greedy() if sampling is None else sampling
-        return Call(
-            prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache, numbers),
+        call = Call(
+            prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache),
             sampling=sampling,
             max_new_tokens=self.max_new_tokens,
             reading={"capacity": capacity, "settings": settings},
@@ -449,46 +445,35 @@ class Options:
                 "eos_token_ids": self.eos_token_ids,
                 "pad_token_id": self.pad_token_id,
                 # Drop prefill-only options, or decode would be recompiled.
-                "settings": dataclasses.replace(
-                    settings, chunk_size=None, sixteenths=(), return_selection=False
-                ),
+                "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
                 "is_greedy": is_loaded and has_greedy_program(sampling),
             },
-            num_rows=num_rows,
-            shares=shares,
+            num_rows=prompt_rows(tokens, lengths, cache, settings.policy.block_size),
             choice=choice,
         )
+        return dataclasses.replace(call, shared=self._share(call, params)) if is_loaded else call
 
-    def _shares_programs(self, arrays: PyTree, settings: Settings) -> bool:
-        """Whether the call runs programs that do not know the prompts' lengths and the budgets.
-
-        Calls under the caller's `jit`, on several devices, or with a selection to return have
-        programs of their own.
-        """
-        is_alone = settings.placement is None and settings.on_one_device
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
-        return is_alone and not is_traced and not settings.return_selection
-
-    def _share_programs(
-        self,
-        params: PyTree,
-        tokens: Any,
-        lengths: Any,
-        cache: Cache | None,
-        capacity: int,
-        settings: Settings,
-    ) -> tuple[Any, Any, int, Settings, PyTree]:
-        """Returns tokens, lengths, capacity, settings and numbers for programs of a class.
+    def _share(self, call: "Call", params: PyTree) -> "Call | None":
+        """Returns the call for programs that do not know the prompts' lengths and the budgets.
 
         Prompts are padded to their class, whose empty rows cost little. A new cache has room for
-        the class, unless that takes more than half of the memory that is free.
+        the class, unless that takes more than half of the memory that is free. Calls under the
+        caller's `jit`, on several devices, or with a selection to return have programs of their own
+        (`None`).
         """
+        (tokens, lengths, key, cache), settings = call.prompt, call.reading["settings"]
+        is_alone = settings.placement is None and settings.on_one_device
+        arrays = jax.tree.leaves((params, call.prompt, call.sampling))
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        if not is_alone or is_traced or settings.return_selection:
+            return None
         policy, model_config = settings.policy, self.model_config
         size, context = policy.block_size, model_config.context_length
         kinds = RecommendedConfig | SketchWalkConfig | Dense
         has_kernels = dispatch.kernels_here() is not None and isinstance(policy, kinds)
-        growth = 4 if has_kernels else 2
-        batch, width = tokens.shape
+        growth, capacity = 4 if has_kernels else 2, call.reading["capacity"]
+        tokens = np.asarray(tokens, np.int32)[:, : int(np.max(lengths))]
+        width = tokens.shape[1]
         # In a cache that ends inside a block, the tokens are moved by up to a block.
         moved = 0 if cache is None else size - 1
         wanted = min(length_class(width + moved, growth=growth), max(context, width + moved))
@@ -499,18 +484,27 @@ class Options:
                 free = free_bytes(jax.local_devices()[0])
                 free = None if free is None else free - num_bytes(params)
             most = min(wanted + room, max(context, wanted))
-            needed = cache_bytes(model_config, policy, batch, most, embedding.dtype.name)
+            needed = cache_bytes(model_config, policy, len(tokens), most, embedding.dtype.name)
             if free is not None and 2 * needed > free:
                 wanted = max(width, min(bucket_length(width, multiple=size), context))
             capacity = min(wanted + room, max(context, wanted))
         elif cache is None:
             wanted = max(min(wanted, capacity), width)
-        num_blocks = -(-capacity // size)
-        policy, numbers = _for_program(policy, model_config.num_layers, num_blocks)
-        sixteenths = class_sixteenths(wanted, growth=growth)
-        settings = dataclasses.replace(settings, policy=policy, sixteenths=sixteenths)
-        tokens = pad_to(np.asarray(tokens), wanted - moved)
-        return tokens, np.asarray(lengths), capacity, settings, numbers
+        policy, numbers = _for_program(policy, model_config.num_layers, -(-capacity // size))
+        settings = dataclasses.replace(
+            settings,
+            model_config=dataclasses.replace(model_config, plan=None),
+            policy=policy,
+            sixteenths=class_sixteenths(wanted, growth=growth),
+        )
+        after = dataclasses.replace(settings, chunk_size=None, sixteenths=())
+        return dataclasses.replace(
+            call,
+            prompt=(pad_to(tokens, wanted - moved), np.asarray(lengths, np.int32), key, cache),
+            reading={"capacity": capacity, "settings": settings},
+            decoding=call.decoding | {"settings": after},
+            numbers=numbers,
+        )
 
     def _capacity(self, tokens: Any, lengths: Any, cache: Cache | None, settings: Settings) -> int:
         """Checks that prompts and new tokens fit; returns the capacity of the cache, old or new."""
@@ -579,24 +573,34 @@ class Call:
     reading: dict[str, Any]  # static arguments of `_start`
     decoding: dict[str, Any]  # static arguments of `_continue`
     num_rows: int | None  # number of blocks of the longest prompt, if known
-    shares: bool  # whether programs do not know the prompts' lengths and the budgets
     choice: Choice | None  # the choice of an `Auto`
+    numbers: PyTree = None  # of the policy, if they are not in the settings
+    shared: "Call | None" = None  # the same for programs that know neither lengths nor budgets
 
-    def begin(self, params: PyTree, *, is_ahead: bool = False) -> None:
+    @property
+    def own(self) -> "Call":
+        """The call whose programs run."""
+        return self.shared or self
+
+    def begin(self, params: PyTree, *, is_ahead: bool = False) -> list[Any]:
         """Begins to compile the programs for the prompt and for the tokens, side by side.
 
         Args:
           params: The parameters, or their shapes.
           is_ahead: Whether the call comes later. Otherwise, if the prompt's program exists, reading
             the prompt comes first.
+
+        Returns:
+          The programs that are being compiled, as `Future`s.
         """
-        if not self.shares:
-            return
-        reading = _start.compile(params, *self.prompt, **self.reading)
+        own = self.shared
+        if own is None:
+            return []
+        tokens, lengths, key, cache = own.prompt
+        settings, capacity = own.reading["settings"], own.reading["capacity"]
+        reading = _start.compile(params, *own.prompt, own.numbers, **own.reading)
         if reading is None or (reading.done() and not is_ahead):
-            return
-        tokens, lengths, key, cache, numbers = self.prompt
-        settings, capacity = self.reading["settings"], self.reading["capacity"]
+            return []
 
         def after_prompt(params: PyTree, cache: Cache | None) -> DecodeState:
             batch, vocab_size = tokens.shape[0], settings.model_config.vocab_size
@@ -607,7 +611,24 @@ class Call:
 
         state = jax.eval_shape(after_prompt, params, cache)
         limit = np.asarray(self.max_new_tokens, np.int32)
-        _continue.compile(params, state, self.sampling, limit, numbers, **self.decoding)
+        rest = self.sampling, limit, own.numbers
+        return [reading, _continue.compile(params, state, *rest, **own.decoding)]
+
+    def read(self, params: PyTree) -> tuple[DecodeState, BlockSelection | None]:
+        """Reads the prompts."""
+        with self.memory(params):
+            programs = self.begin(params)
+            for one in programs if self.prompt[-1] is not None else ():
+                one.result()  # the call consumes the cache: both programs must compile
+            return _start(params, *self.own.prompt, self.own.numbers, **self.own.reading)
+
+    def decode(
+        self, params: PyTree, state: DecodeState, limit: int
+    ) -> tuple[Int[Array, "B U"], DecodeState]:
+        """Decodes up to `limit` tokens."""
+        most, own = np.asarray(limit, np.int32), self.own
+        with advice(params=params, cache=state.cache):
+            return _continue(params, state, self.sampling, most, own.numbers, **own.decoding)
 
     def memory(self, params: PyTree) -> contextlib.AbstractContextManager[None]:
         """Checks that a new cache fits into the device's memory; explains a failure to allocate.
@@ -615,14 +636,14 @@ class Call:
         Raises:
           OutOfDeviceMemory: If the cache is known not to fit.
         """
-        tokens, _, _, cache, _ = self.prompt
-        settings, capacity = self.reading["settings"], self.reading["capacity"]
+        tokens, _, _, cache = self.own.prompt
+        settings, capacity = self.own.reading["settings"], self.own.reading["capacity"]
         embedding = params["embed"]["embedding"]
         size = cache_bytes(
             settings.model_config,
             settings.policy,
             tokens.shape[0],
-            capacity,
+            min(capacity, settings.model_config.context_length),
             embedding.dtype.name,
             settings.placement,
         )
@@ -633,16 +654,14 @@ class Call:
 
     def run(self, params: PyTree) -> Generation:
         """Runs both programs."""
-        limit = np.asarray(self.max_new_tokens, np.int32)
-        numbers = self.prompt[-1]
-        with self.memory(params):
-            self.begin(params)
-            state, selection = _start(params, *self.prompt, **self.reading)
-            new, state = _continue(params, state, self.sampling, limit, numbers, **self.decoding)
-            if self.shares:  # on the host, as slicing an array compiles a program for each size
-                new = jax.device_put(np.asarray(new)[:, : self.max_new_tokens])
+        state, selection = self.read(params)
+        new, state = self.decode(params, state, self.max_new_tokens)
+        if self.shared is None:
+            new = new[:, : self.max_new_tokens]
+        else:  # on the host, as slicing an array compiles a program for each size
+            new = jax.device_put(np.asarray(new)[:, : self.max_new_tokens], new.sharding)
         return Generation(
-            new[:, : self.max_new_tokens] if not self.shares else new,
+            new,
             state.lengths,
             state.cache.density,
             state.cache,
@@ -863,7 +882,9 @@ class StreamChunk:
 
 def for_stream(call: Call) -> Call:
     """Returns the call without the four-step program, as a stream stops after few tokens."""
-    return dataclasses.replace(call, decoding=call.decoding | {"is_greedy": False})
+    shared = None if call.shared is None else for_stream(call.shared)
+    decoding = call.decoding | {"is_greedy": False}
+    return dataclasses.replace(call, decoding=decoding, shared=shared)
 
 
 class Stream(Iterator[StreamChunk]):
@@ -894,9 +915,7 @@ class Stream(Iterator[StreamChunk]):
         """Computes the next chunk."""
         call, params = self._call, self._params
         if self._state is None:
-            with call.memory(params):
-                call.begin(params)
-                self._state, selection = _start(params, *call.prompt, **call.reading)
+            self._state, selection = call.read(params)
             no_tokens = np.zeros((len(self._lengths), 0), np.int32)
             return self._chunk(no_tokens, 0, first_rows(selection, call.num_rows))
         if not self._left or self._is_done:
@@ -904,11 +923,7 @@ class Stream(Iterator[StreamChunk]):
         # Return the first token as early as possible, in its own chunk.
         is_first = self._left == call.max_new_tokens
         count = min(1 if is_first else self._every, self._left)
-        limit = np.asarray(count, np.int32)
-        with advice(params=params, cache=self._state.cache):
-            tokens, self._state = _continue(
-                params, self._state, call.sampling, limit, call.prompt[-1], **call.decoding
-            )
+        tokens, self._state = call.decode(params, self._state, count)
         self._left -= count
         return self._chunk(tokens, count, None)
 

@@ -183,8 +183,9 @@ def class_sixteenths(width: int, *, growth: int) -> tuple[int, ...]:
 def pad_to(tokens: Any, width: int) -> Any:
     """Pads prompts `[B, T]` on the right to a number of columns."""
     padding = ((0, 0), (0, width - tokens.shape[1]))
-    if isinstance(tokens, np.ndarray):  # token ids are read on the host
-        return np.pad(tokens, padding)
+    is_traced = isinstance(tokens, jax.core.Tracer)
+    if not is_traced and getattr(tokens, "is_fully_addressable", True):
+        return np.pad(np.asarray(tokens), padding)  # on the host, where it compiles nothing
     return jnp.pad(jnp.asarray(tokens), padding)
 
 

@@ -424,8 +424,6 @@ class ScorePolicy(Policy):
         Lists are as wide as the cache has units. If there are too many, they are as wide as an
         eighth, a quarter or a half of them where that suffices.
         """
-        if not is_own(self):  # its code may use the density
-            return self, None
         num_units = num_blocks * self.block_size // self.unit_size
         table = self.budget(num_units)
         shares = (1.0,) if num_units <= WIDEST_LISTS else SHARES

@@ -143,20 +143,46 @@ def test_measured_density_follows_the_density_of_each_call(weights):
     assert found[0] < found[1] < found[2] == 1.0
 
 
-def test_policies_of_ones_own_see_their_density(weights):
+@pytest.mark.parametrize("base", [POLICIES["paper"], recommended()])
+def test_policies_of_ones_own_see_their_density(weights, base):
     seen = []
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Own(sw.SketchWalkConfig):
+    class Own(type(base)):
         def select(self, *arguments, **options):
             seen.append(self.density)
             return super().select(*arguments, **options)
 
-    policy = Own(**SPARSE)
+    policy = Own(**{one.name: getattr(base, one.name) for one in dataclasses.fields(base)})
     generation.generate(
         weights, prompts(30)[0], model_config=MODEL, policy=policy, max_new_tokens=1
     )
-    assert set(seen) == {SPARSE["density"]}
+    assert set(seen) == {base.density}
+
+
+def test_a_context_that_is_no_multiple_of_blocks_can_be_continued(weights):
+    model = dataclasses.replace(MODEL, max_position_embeddings=500)
+    run = generation.make_generate(model, POLICIES["paper"], max_new_tokens=4)
+    first = run(weights, prompts(100)[0])
+    again = run(weights, prompts(390, seed=1)[0], cache=first.cache)
+    assert np.asarray(again.cache.lengths).tolist() == [498]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_vmap_over_keys_and_types_of_tokens(weights, compilations):
+    tokens, _ = prompts(30)
+    options = {"model_config": MODEL, "policy": POLICIES["paper"], "max_new_tokens": 3}
+    sampling = sw.Sampling(temperature=1.0)
+
+    def draw(key, tokens=tokens):
+        return generation.generate(weights, tokens, key=key, sampling=sampling, **options).tokens
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    both, alone = jax.vmap(draw)(keys), [draw(key) for key in keys]
+    np.testing.assert_array_equal(both, np.stack(alone))
+    compilations.clear()
+    np.testing.assert_array_equal(draw(keys[0], tokens.astype(np.int64)), alone[0])
+    assert not _of_generation(compilations)
 
 
 def test_a_class_is_given_up_if_memory_is_short(weights, monkeypatch):
@@ -345,6 +371,7 @@ def test_a_failure_to_compile_is_raised_and_tried_again(weights, monkeypatch):
         patch.setattr(jax.stages.Lowered, "compile", fail)
         with pytest.raises(RuntimeError, match="no compiler"):
             _answer(weights)
+        assert not generation._start._cache_size()  # nothing keeps the weights
     assert _answer(weights).shape == (1, 3)
 
 
@@ -360,6 +387,9 @@ def test_a_slow_compilation_says_so_in_a_terminal(weights, monkeypatch, capsys):
         assert ("compiling the program that decodes tokens" in said) == is_terminal
     _answer(weights)
     assert not capsys.readouterr().err
+    compiled.forget_programs()
+    monkeypatch.setattr(sys, "stderr", object())  # of a logger: no terminal
+    assert _answer(weights).shape == (1, 3)
 
 
 def test_shapes_of_weights_are_enough_to_compile_ahead(weights, compilations):

@@ -15,7 +15,7 @@ from sketchwalk_jax.pallas_kernels.attention import hopper as attention
 from sketchwalk_jax.pallas_kernels.decode_attention import decode_attention
 from sketchwalk_jax.policies import recommended
 
-MAX_FRAMES = 12
+MAX_FRAMES = 13
 
 
 @pytest.fixture(scope="module")
