@@ -322,6 +322,7 @@ def test_what_has_too_many_pages_is_not_taken(heads, blocks, pages):
             layer=jnp.int32(0),
             lengths=jnp.array([1], jnp.int32),
             budgets=np.ones((2, blocks * pages), np.int32),
+            max_count=1,
             scale=0.1,
             exponent=4,
             decay=0.7,
