@@ -209,9 +209,8 @@ class Program:
 
         def compile_and_keep() -> None:
             try:
-                options = _compiler_options(device)
                 with told, _whole() if path else contextlib.nullcontext(lambda: False) as is_whole:
-                    compiled = lowered.compile(compiler_options=options)
+                    compiled = _compile(lowered, _compiler_options(device))
                 if path is not None and is_whole():
                     _save(path, compiled)
                 found.set_result(compiled)
@@ -324,6 +323,15 @@ def _compiler_options(device: jax.Device) -> dict[str, Any] | None:
     if device.platform != "gpu" or "autotune" in flags or "triton" in flags:
         return None
     return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+def _compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> jax.stages.Compiled:
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if options is None or "No such compile option" not in str(error):
+            raise
+        return lowered.compile()  # another version of XLA
 
 
 @contextlib.contextmanager
