@@ -412,9 +412,9 @@ def _environment(device: jax.Device) -> tuple[Any, ...]:
 
 @functools.cache
 def _installed() -> tuple[Any, ...]:
-    cuda = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "nvidia-cudnn-cu12")
-    cuda += ("jax-cuda13-plugin", "nvidia-cublas", "nvidia-cudnn-cu13")
-    packages = ("jax", "jaxlib", "numpy", *cuda)
+    of_cuda_12 = "jax-cuda12-plugin", "nvidia-cublas-cu12", "nvidia-cudnn-cu12"
+    of_cuda_13 = "jax-cuda13-plugin", "nvidia-cublas", "nvidia-cudnn-cu13"
+    packages = ("jax", "jaxlib", "numpy", *of_cuda_12, *of_cuda_13)
     versions = []
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
