@@ -41,7 +41,7 @@ def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, progra
     # A slow machine adds lines of progress.
     assert not re.sub(rb"(?m)^[\w ]+: \d\d:\d\d\n", b"", done.stderr)
     assert json.loads(done.stdout)["prompt_tokens"] == len(PROMPT)
-    assert list(tmp_path.glob("sketchwalk-jax/compiled/*start_decoding*"))
+    assert len(list(tmp_path.glob("sketchwalk-jax/compiled/programs/*"))) >= 2
 
 
 @pytest.fixture
