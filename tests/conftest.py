@@ -111,6 +111,20 @@ def _programs_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compiled, "programs_folder", lambda: None)
 
 
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Returns the names of the programs that XLA has compiled since the list was cleared."""
+    names: list[str] = []
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(autouse=True)
 def _interpreter_of_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

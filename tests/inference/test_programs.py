@@ -45,20 +45,6 @@ def weights():
     return params()
 
 
-@pytest.fixture
-def compilations():
-    """Returns the names of the programs that XLA has compiled since it was cleared."""
-    names = []
-
-    def listen(event, seconds, **details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(details.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def _forget():
     """Forgets programs as the end of a process does."""
     compiled.forget_programs()
