@@ -4,9 +4,7 @@ Algorithm 1 step 7 and Algorithm 2 step 6 (arXiv:2602.07397).
 """
 
 import dataclasses
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.precision import LARGEST
 from sketchwalk_jax.pytree import register
-
-PyTree = Any
 
 _HIGHEST = float(np.nextafter(np.float32(LARGEST), np.float32(0)))
 """Scores are clipped below `LARGEST`, the rank of blocks that are always kept."""
@@ -234,45 +230,6 @@ def select_blocks_per_head(
     )
     ids = merged.ids.reshape(batch, heads, num_rows, -1)
     return BlockSelection(ids, merged.counts.reshape(batch, heads, num_rows), block_size)
-
-
-def map_tiles(
-    function: Callable[[PyTree], Float[Array, "B Q P"]],
-    parts: PyTree,
-    rows: Int[Array, "B I"],
-    kv_lengths: Int[Array, "B"],
-    *,
-    tile: int,
-    block_size: int,
-    num_columns: int,
-) -> Float[Array, "tiles B Q P"]:
-    """`jax.lax.map(function, parts)` that skips the last tiles, whose rows have no token.
-
-    Args:
-      function: Function of a tile of rows, with a float32 result.
-      parts: Its arguments for all tiles, stacked.
-      rows: Block of each row, consecutive in a sequence.
-      kv_lengths: Number of tokens of each sequence.
-      tile: Rows of a tile.
-      block_size: Tokens of a row.
-      num_columns: Columns `P` of a result.
-
-    Returns:
-      The stacked results; 0 for tiles that are skipped.
-    """
-    num_tiles = len(jax.tree.leaves(parts)[0])
-    if num_tiles == 1:
-        return function(jax.tree.map(lambda x: x[0], parts))[None]
-    num_rows = jnp.max((kv_lengths + block_size - 1) // block_size - rows[:, 0])
-    count = jnp.clip((num_rows + tile - 1) // tile, 0, num_tiles)
-
-    def one(index: Int[Array, ""], found: Array) -> Array:
-        return found.at[index].set(function(jax.tree.map(lambda x: x[index], parts)))
-
-    like = jax.tree.leaves(parts)[-1]  # varies over the axes of a `shard_map` as the results do
-    shape = (num_tiles, rows.shape[0], tile, num_columns)
-    nothing = jnp.zeros_like(like, jnp.float32, shape=shape)
-    return jax.lax.fori_loop(0, count, one, nothing)
 
 
 def full_selection(

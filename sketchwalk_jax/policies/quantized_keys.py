@@ -13,6 +13,7 @@ their block's keys, so a complete block never changes, for any division of token
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -21,12 +22,11 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
 from sketchwalk_jax.pallas_kernels.page_scores.api import page_scores_of_kernels, takes_page_scores
-from sketchwalk_jax.policies.base import Span, take_layer
+from sketchwalk_jax.policies.base import PyTree, Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
 from sketchwalk_jax.pytree import register
 from sketchwalk_jax.scaled import ceil_log2, power_of_two, to_float8
-from sketchwalk_jax.selection import map_tiles
 
 LARGEST_QUANTIZED = 7
 # Range of scales for which `scale · quantized` is exact in float8_e4m3fn: up to 7 · 2^6 = 448, from
@@ -323,10 +323,49 @@ def block_scores(
     if heads is None:
         where: dict[str, Any] = {"tile": tile, "block_size": size}
         where["num_columns"] = num_blocks * pages
-        found = map_tiles(score, parts, rows, kv_lengths, **where)
+        found = _map_tiles(score, parts, rows, kv_lengths, **where)
     else:  # collectives must not depend on a condition
         found = jax.lax.map(score, parts)
     return jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * pages)[:, :num_rows]
+
+
+def _map_tiles(
+    function: Callable[[PyTree], Float[Array, "B Q P"]],
+    parts: PyTree,
+    rows: Int[Array, "B I"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    tile: int,
+    block_size: int,
+    num_columns: int,
+) -> Float[Array, "tiles B Q P"]:
+    """`jax.lax.map(function, parts)` that skips the last tiles, whose rows have no token.
+
+    Args:
+      function: Function of a tile of rows, with a float32 result.
+      parts: Its arguments for all tiles, stacked.
+      rows: Block of each row, consecutive in a sequence.
+      kv_lengths: Number of tokens of each sequence.
+      tile: Rows of a tile.
+      block_size: Tokens of a row.
+      num_columns: Columns `P` of a result.
+
+    Returns:
+      The stacked results; 0 for tiles that are skipped.
+    """
+    num_tiles = len(jax.tree.leaves(parts)[0])
+    if num_tiles == 1:
+        return function(jax.tree.map(lambda x: x[0], parts))[None]
+    num_rows = jnp.max((kv_lengths + block_size - 1) // block_size - rows[:, 0])
+    count = jnp.clip((num_rows + tile - 1) // tile, 0, num_tiles)
+
+    def one(index: Int[Array, ""], found: Array) -> Array:
+        return found.at[index].set(function(jax.tree.map(lambda x: x[index], parts)))
+
+    like = jax.tree.leaves(parts)[-1]  # varies over the axes of a `shard_map` as the results do
+    shape = (num_tiles, rows.shape[0], tile, num_columns)
+    nothing = jnp.zeros_like(like, jnp.float32, shape=shape)
+    return jax.lax.fori_loop(0, count, one, nothing)
 
 
 def _put_together(
