@@ -38,6 +38,9 @@ PyTree = Any
 MOST_BYTES = 2**30
 """Size limit of the folder of programs. Beyond it, the least recently used programs go."""
 
+LOADED = "/sketchwalk_jax/program_loaded"
+"""The event that `jax.monitoring` reports for each program that comes from the folder."""
+
 _MAGIC = b"sketchwalk-jax program 1\n"
 _SLOW_SECONDS = 2.0
 """A compilation that takes longer says so on a terminal or in a notebook."""
@@ -462,6 +465,7 @@ def _load(path: Path, arrays: PyTree, device: jax.Device) -> "jax.stages.Compile
                 payload, inputs, outputs, device.client, [device]
             )
             os.utime(path)  # the least recently used programs are removed first
+            jax.monitoring.record_event(LOADED)
             return found
     return None
 

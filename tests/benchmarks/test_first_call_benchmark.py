@@ -109,13 +109,13 @@ def test_every_process_compiles_only_what_it_must(run_benchmark, tmp_path, monke
     assert rows.keys() == {*wanted}
     for step in first_call.QUICK:
         empty, filled = rows[step, "empty"], rows[step, "filled"]
-        assert 0 < empty["warm_s"]["median"] < empty["first_s"]  # each one compiles
         assert empty["extra_s"] == empty["first_s"] - empty["warm_s"]["median"]
         programs = [row["compiled"] + row["from_disk"] for row in (empty, filled)]
         assert programs[0] == programs[1]
-        assert filled["compiled"] <= empty["compiled"]
-    # Prefill and decode; the folder that the tests share was not read.
-    first, later = rows["first", "empty"], rows["first", "filled"]
-    assert first["from_disk"] == 0 and first["compiled"] >= 2 and later["from_disk"] >= 2
+        # The later process loads prefill and decode, or the one that is new; the stream needs none.
+        loaded = {"second turn": 1, "stream": 0}.get(step, 2)
+        assert (empty["from_disk"], filled["from_disk"]) == (0, loaded)
+        if loaded:
+            assert 0 < empty["warm_s"]["median"] < empty["first_s"]
     assert rows["session", "empty"]["prompts"] == 2 == len(rows["session", "empty"]["each_s"])
     assert rows["session", "empty"]["compiled"] >= 2
