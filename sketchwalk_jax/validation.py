@@ -184,7 +184,8 @@ def check_lengths(lengths: Any, batch: int, num_tokens: int, of: str) -> Any:
       ValueError: If `lengths` is not an array of integers `[B]`, or known and out of range.
     """
     if lengths is None:
-        return jnp.asarray(np.full((batch,), num_tokens), jnp.int32)
+        found = np.full((batch,), num_tokens, np.int32)  # converting int64 would compile a program
+        return jnp.asarray(found, jnp.int32)
     if not hasattr(lengths, "dtype"):
         try:
             lengths = np.asarray(lengths)

@@ -472,7 +472,7 @@ class Options:
         kinds = RecommendedConfig | SketchWalkConfig | Dense
         has_kernels = dispatch.kernels_here() is not None and isinstance(policy, kinds)
         growth, capacity = 4 if has_kernels else 2, call.reading["capacity"]
-        tokens = np.asarray(tokens, np.int32)[:, : int(np.max(lengths))]
+        tokens = np.asarray(tokens, np.int32)[:, : int(np.asarray(lengths).max())]
         width = tokens.shape[1]
         # In a cache that ends inside a block, the tokens are moved by up to a block.
         moved = 0 if cache is None else size - 1
