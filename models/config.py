@@ -35,11 +35,11 @@ PARAMS_FOLDER = "params"
 class ModelConfig:
     """Sizes and switches of a Llama, Qwen2 or Qwen3 decoder; hashable, so static under jit.
 
-    One transformer serves the three families, which differ in the switches below and in the names
-    of their weights.
+    One transformer serves all families, which differ in the switches below and in the names of
+    their weights.
 
     Attributes:
-      model_type: "llama", "qwen2" or "qwen3".
+      model_type: "llama", "qwen2", "qwen3" or "qwen3_moe".
       vocab_size: Rows of the embedding, V.
       num_layers: Decoder layers, L.
       hidden_size: Model width, D.
@@ -55,6 +55,11 @@ class ModelConfig:
       o_bias: Whether the attention output projection has a bias.
       mlp_bias: Whether the gate, up and down projections have a bias.
       qk_norm: Whether query and key pass an RMSNorm over head_dim before RoPE.
+      num_experts: Experts in a layer with a mixture of experts, E; 0 in a model without.
+      experts_per_token: Experts that a token chooses.
+      expert_intermediate_size: Width of the gated mlp of an expert.
+      norm_topk_prob: Whether the weights of a token's experts are divided by their sum.
+      dense_mlp_layers: Layers with an ordinary mlp in a model with experts, ascending.
       bos_token_id: Token that starts a text, if there is one.
       eos_token_ids: Tokens that end a generation; may be several or none.
       dtype: The checkpoint's own: "float32", "float16" or "bfloat16".
@@ -88,6 +93,11 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    dense_mlp_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -111,8 +121,16 @@ class ModelConfig:
         check_number("rms_norm_eps", self.rms_norm_eps, "[0, inf)")
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope must be a RopeConfig, got {self.rope!r}")
-        for name in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+        for name in (
+            "tie_word_embeddings",
+            "qkv_bias",
+            "o_bias",
+            "mlp_bias",
+            "qk_norm",
+            "norm_topk_prob",
+        ):
             check_flag(name, getattr(self, name))
+        self._check_experts()
         check_choice("dtype", self.dtype, DTYPES)
         check_integer("bos_token_id", self.bos_token_id, least=0, is_optional=True)
         if not isinstance(self.eos_token_ids, tuple) or not all(
@@ -127,6 +145,50 @@ class ModelConfig:
             raise ValueError(
                 f"plan must be of {self.num_layers} layers, got one of {self.plan.num_layers}"
             )
+
+    def _check_experts(self) -> None:
+        sizes = "experts_per_token", "expert_intermediate_size"
+        check_integer("num_experts", self.num_experts, least=0)
+        for name in sizes:
+            check_integer(name, getattr(self, name), least=min(1, self.num_experts))
+        if self.num_experts == 0 and any(
+            [*(getattr(self, x) for x in sizes), self.dense_mlp_layers]
+        ):
+            raise ValueError(
+                "num_experts must be at least 1 for experts_per_token, expert_intermediate_size or "
+                "dense_mlp_layers, got 0"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token must be at most num_experts {self.num_experts}, got "
+                f"{self.experts_per_token}"
+            )
+        layers = self.dense_mlp_layers
+        if not isinstance(layers, tuple) or list(layers) != sorted(
+            {x for x in layers if x in range(self.num_layers)}
+        ):
+            raise ValueError(
+                f"dense_mlp_layers must be a tuple of layers below {self.num_layers}, ascending, "
+                f"got {layers!r}"
+            )
+        if self.num_experts and len(layers) == self.num_layers:
+            raise ValueError(
+                "dense_mlp_layers must leave a layer with experts; without any, num_experts is 0"
+            )
+        if self.num_experts and self.mlp_bias:
+            raise ValueError("mlp_bias must be False in a model with experts, got True")
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts."""
+        if not self.num_experts:
+            return ()
+        return tuple(x for x in range(self.num_layers) if x not in self.dense_mlp_layers)
+
+    @property
+    def mlp_layers(self) -> tuple[int, ...]:
+        """Layers with an ordinary mlp."""
+        return self.dense_mlp_layers if self.num_experts else tuple(range(self.num_layers))
 
     @property
     def group_size(self) -> int:
@@ -218,8 +280,9 @@ class ModelConfig:
         try:
             fields |= saved["model_config"]
             rope = RopeConfig(**fields.pop("rope"))
-            eos_token_ids = tuple(fields.pop("eos_token_ids"))
-            return cls(**fields, rope=rope, eos_token_ids=eos_token_ids)
+            for name in {"eos_token_ids", "dense_mlp_layers"} & fields.keys():
+                fields[name] = tuple(fields[name])
+            return cls(**fields, rope=rope)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{SAVED_CONFIG_FILE} must hold every field of ModelConfig as written by "

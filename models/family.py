@@ -63,12 +63,15 @@ class Family:
         to the family: heads, head_dim, context, biases, norms, begin token.
       read_window: Reads the sliding window of the file in tokens, or None; and the first layer to
         which it applies if there are no `layer_types`.
+      own_attributes: Attributes that the family reads, though their names are like those that other
+        families must refuse.
     """
 
     model_type: str
     keys: Mapping[tuple[str, ...], str]
     read_fields: Callable[[RawConfig], dict[str, Any]]
     read_window: Callable[[RawConfig], tuple[int | None, int]]
+    own_attributes: frozenset[str] = frozenset()
 
 
 _OTHER_FILES = {

@@ -25,11 +25,11 @@ from sketchwalk_jax.models.family import (
     read_object,
 )
 from sketchwalk_jax.models.llama import LLAMA
-from sketchwalk_jax.models.qwen import QWEN2, QWEN3
+from sketchwalk_jax.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from sketchwalk_jax.models.rope import ROPE_TYPES, RopeConfig
 from sketchwalk_jax.validation import DTYPES, check_choice
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {x.model_type: x for x in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 """All supported families; to add one, write its record and list it here."""
 
 _BY_NEUTRAL_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -103,7 +103,7 @@ def translate(
         "eos_token_ids": eos_token_ids(raw, generation_config),
         "dtype": checkpoint_dtype(raw) or "float32",
     }
-    problems = _unsupported_attributes(raw)
+    problems = _unsupported_attributes(raw, family)
     context = fields["rope"].stretched_context(fields["max_position_embeddings"])
     problems += _sliding_layers(raw, family, fields["num_layers"], context=context)
     if problems:
@@ -229,7 +229,7 @@ def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return read_object(raw, "rope_scaling") or read_object(raw, "rope_parameters")
 
 
-def _unsupported_attributes(raw: Mapping[str, Any]) -> list[str]:
+def _unsupported_attributes(raw: Mapping[str, Any], family: Family) -> list[str]:
     problems = []
     # "swish" is torch's other name of silu.
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
@@ -238,7 +238,7 @@ def _unsupported_attributes(raw: Mapping[str, Any]) -> list[str]:
     nested = {key: parameters[key] for key in ("partial_rotary_factor",) if key in parameters}
     for name, value in (*raw.items(), *nested.items()):
         part = next((part for part in RESULT_CHANGING if part in name), None)
-        if part is None or value is None or value in ([], {}, ""):
+        if part is None or name in family.own_attributes or value is None or value in ([], {}, ""):
             continue
         harmless = RESULT_CHANGING[part]
         # True == 1 in Python, but `use_mrope: true` is a switch, not a factor of one.

@@ -2,7 +2,7 @@
 
 Parameters are a plain nested dict. The arrays of the layers are stacked on a leading L axis, so
 that `jax.lax.scan` runs over them. Axes: V vocabulary, D model, L layers, N query heads, K key
-and value heads, H head_dim, F mlp::
+and value heads, H head_dim, F mlp; E experts, each of width M::
 
     embed/embedding                 [V, D]
     layers/attn_norm/scale          [L, D]
@@ -13,11 +13,18 @@ and value heads, H head_dim, F mlp::
     layers/mlp_norm/scale           [L, D]
     layers/gate|up/kernel           [L, D, F]       bias [L, F]      with mlp_bias
     layers/down/kernel              [L, F, D]       bias [L, D]      with mlp_bias
+    layers/router/kernel            [L, D, E]                        with experts
+    layers/expert_gate|expert_up/kernel [L, E, D, M]                 with experts
+    layers/expert_down/kernel       [L, E, M, D]                     with experts
     final_norm/scale                [D]
     lm_head/kernel                  [D, V]                           unless tie_word_embeddings
 
-With 8-bit weights, two arrays replace each `kernel` in the layers. Outputs come first, the layout
-of 8-bit matrix units; `W = quantized · scales`::
+Arrays of the mlp are stacked over `ModelConfig.mlp_layers` only, those of experts over
+`ModelConfig.expert_layers`.
+
+With 8-bit weights, two arrays replace each `kernel` in the layers except the router's. Outputs come
+first, the layout of 8-bit matrix units; `W = quantized · scales`. Experts have their axis E after L
+here too::
 
     layers/<name>/quantized         [L, outputs..., inputs...]       float8_e4m3fn or int8
     layers/<name>/scales            [L, outputs...]                  float32
@@ -50,6 +57,9 @@ ParamsSharding = (
 
 QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8"}
 """Values of the argument `weights` of `load`, and the dtype of `quantized` for each."""
+MLP = ("gate", "up", "down")
+EXPERTS = ("router", "expert_gate", "expert_up", "expert_down")
+"""Names in `layers` that only layers with an ordinary mlp, or with experts, have."""
 QUANTIZED = ("quantized", "scales")
 """The arrays that replace a `kernel`."""
 
@@ -119,15 +129,20 @@ def param_shapes(
     num_layers, width, mlp = c.num_layers, c.hidden_size, c.intermediate_size
     query, key = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
 
-    def linear(inputs: tuple[int, ...], outputs: tuple[int, ...], has_bias: bool) -> Params:
-        leaf: Params = {"kernel": (num_layers, *inputs, *outputs)}
+    def linear(
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        has_bias: bool = False,
+        stack: tuple[int, ...] = (num_layers,),
+    ) -> Params:
+        leaf: Params = {"kernel": (*stack, *inputs, *outputs)}
         if weights is not None:
             stored = jnp.dtype(QUANTIZED_DTYPES[weights])
             leaf = {
-                "quantized": jax.ShapeDtypeStruct((num_layers, *outputs, *inputs), stored),
-                "scales": jax.ShapeDtypeStruct((num_layers, *outputs), jnp.float32),
+                "quantized": jax.ShapeDtypeStruct((*stack, *outputs, *inputs), stored),
+                "scales": jax.ShapeDtypeStruct((*stack, *outputs), jnp.float32),
             }
-        return leaf | {"bias": (num_layers, *outputs)} if has_bias else leaf
+        return leaf | {"bias": (*stack, *outputs)} if has_bias else leaf
 
     layers: Params = {
         "attn_norm": {"scale": (num_layers, width)},
@@ -136,10 +151,22 @@ def param_shapes(
         "value": linear((width,), key, c.qkv_bias),
         "out": linear(query, (width,), c.o_bias),
         "mlp_norm": {"scale": (num_layers, width)},
-        "gate": linear((width,), (mlp,), c.mlp_bias),
-        "up": linear((width,), (mlp,), c.mlp_bias),
-        "down": linear((mlp,), (width,), c.mlp_bias),
     }
+    if c.mlp_layers:
+        stack = (len(c.mlp_layers),)
+        layers |= {
+            "gate": linear((width,), (mlp,), c.mlp_bias, stack),
+            "up": linear((width,), (mlp,), c.mlp_bias, stack),
+            "down": linear((mlp,), (width,), c.mlp_bias, stack),
+        }
+    if c.expert_layers:
+        stack, own = (len(c.expert_layers), c.num_experts), c.expert_intermediate_size
+        layers |= {
+            "router": {"kernel": (stack[0], width, c.num_experts)},
+            "expert_gate": linear((width,), (own,), stack=stack),
+            "expert_up": linear((width,), (own,), stack=stack),
+            "expert_down": linear((own,), (width,), stack=stack),
+        }
     if c.qk_norm:
         layers["query_norm"] = {"scale": (num_layers, c.head_dim)}
         layers["key_norm"] = {"scale": (num_layers, c.head_dim)}
@@ -232,9 +259,36 @@ def input_axes(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]
       >>> input_axes(("layers", "out", "kernel"), (2, 4, 8, 32))
       (4, 8)
     """
-    layer_axes = 1 if path[0] == "layers" else 0
+    first = num_stack_axes(path)
     num_inputs = 2 if path[-2] == "out" else 1
-    return shape[layer_axes : layer_axes + num_inputs]
+    return shape[first : first + num_inputs]
+
+
+def own_layers(model_config: ModelConfig, name: str) -> tuple[int, ...]:
+    """Layers over which the arrays of a name in `layers` are stacked.
+
+    Example:
+      >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
+      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+      ...                      max_position_embeddings=512)
+      >>> own_layers(config, "gate")
+      (0, 1)
+    """
+    if name in EXPERTS:
+        return model_config.expert_layers
+    return model_config.mlp_layers if name in MLP else tuple(range(model_config.num_layers))
+
+
+def num_stack_axes(path: tuple[str, ...]) -> int:
+    """Number of a parameter's leading axes over which equal arrays are stacked.
+
+    Example:
+      >>> [num_stack_axes(("layers", name, "kernel")) for name in ("gate", "expert_gate")]
+      [1, 2]
+    """
+    if path[0] != "layers":
+        return 0
+    return 2 if path[1] in EXPERTS[1:] else 1
 
 
 def flatten_params(params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

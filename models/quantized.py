@@ -34,9 +34,16 @@ from sketchwalk_jax.models.params import (
     Params,
     check_weights,
     input_axes,
+    num_stack_axes,
     weights_of,
 )
 from sketchwalk_jax.precision import matmul_precision
+
+NO_GRADIENTS = (
+    "weights of eight bits must not be differentiated: load the checkpoint without weights= to "
+    "take gradients"
+)
+"""Message of the error for gradients through quantised weights."""
 
 # Multiply by reciprocals instead of dividing: XLA replaces some divisions by products, and the host
 # must compute the same numbers.
@@ -74,7 +81,7 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
 
     Each `kernel` `[L, inputs..., outputs...]` in `layers` becomes `quantized` and `scales`, with
     the layout of `sketchwalk_jax.models.params` and the equations of this module. Embedding, output
-    head, norms and biases stay. On a mesh, arrays keep their sharding.
+    head, router, norms and biases stay. On a mesh, arrays keep their sharding.
 
     Args:
       params: A parameter tree from `load` or `init_params`, in float32, float16 or bfloat16.
@@ -101,13 +108,17 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
         )
     layers = {}
     for name, leaf in params["layers"].items():
-        if "kernel" not in leaf:
+        if "kernel" not in leaf or name == "router":
             layers[name] = leaf
             continue
-        kernel = leaf["kernel"]
-        inputs = len(input_axes(("layers", name, "kernel"), kernel.shape))
+        kernel, path = leaf["kernel"], ("layers", name, "kernel")
+        inputs, stacked = len(input_axes(path, kernel.shape)), num_stack_axes(path)
         quantized, scales = _quantize(
-            kernel, dtype=QUANTIZED_DTYPES[weights], num_inputs=inputs, **_shardings(kernel, inputs)
+            kernel,
+            dtype=QUANTIZED_DTYPES[weights],
+            num_inputs=inputs,
+            num_stacked=stacked,
+            shardings=_shardings(kernel, inputs, stacked),
         )
         if not isinstance(scales, jax.core.Tracer) and not bool(jnp.isfinite(scales).all()):
             raise ValueError(
@@ -118,21 +129,22 @@ def quantize_params(params: Mapping[str, Any], weights: str) -> Params:
     return {**params, "layers": layers}
 
 
-def _shardings(kernel: Array, num_inputs: int) -> dict[str, Any]:
-    """Returns the shardings of the results for a kernel on a mesh."""
+def _shardings(kernel: Array, num_inputs: int, num_stacked: int) -> Any:
+    """Returns the shardings of the results for a kernel on a mesh, or `None`."""
     sharding = None if isinstance(kernel, jax.core.Tracer) else getattr(kernel, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return {}
+        return None
     spec = (*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec)))
-    inputs, outputs = spec[1 : 1 + num_inputs], spec[1 + num_inputs :]
-    axes = (spec[0], *outputs, *inputs), (spec[0], *outputs)
-    return {"shardings": tuple(NamedSharding(sharding.mesh, PartitionSpec(*one)) for one in axes)}
+    stack, end = spec[:num_stacked], num_stacked + num_inputs
+    inputs, outputs = spec[num_stacked:end], spec[end:]
+    axes = (*stack, *outputs, *inputs), (*stack, *outputs)
+    return tuple(NamedSharding(sharding.mesh, PartitionSpec(*one)) for one in axes)
 
 
 def _quantize(
-    kernel: Array, *, dtype: str, num_inputs: int, shardings: Any = None
+    kernel: Array, *, dtype: str, num_inputs: int, num_stacked: int, shardings: Any
 ) -> tuple[Array, Array]:
-    """Computes `q` and the scales of one stack, a layer at a time."""
+    """Computes `q` and the scales of one stack, a matrix at a time."""
 
     def quantize(one: Array) -> tuple[Array, Array]:
         wide = jnp.moveaxis(one, range(num_inputs), range(-num_inputs, 0)).astype(jnp.float32)
@@ -145,7 +157,9 @@ def _quantize(
         rounded = jnp.where(jnp.abs(scaled) < 2**-6, small, jax.lax.reduce_precision(scaled, 8, 3))
         return rounded.astype(dtype), scales
 
-    return jax.jit(functools.partial(jax.lax.map, quantize), out_shardings=shardings)(kernel)
+    for _ in range(num_stacked):
+        quantize = functools.partial(jax.lax.map, quantize)
+    return jax.jit(quantize, out_shardings=shardings)(kernel)
 
 
 def _scale(wide: Any, per_largest: np.float32, num_inputs: int, xp: Any = jnp) -> tuple[Any, Any]:
@@ -239,10 +253,7 @@ def _scaled(
 
 
 def _refuse_gradients(*arguments: Any) -> Any:
-    raise NotImplementedError(
-        "weights of eight bits must not be differentiated: load the checkpoint without weights= "
-        "to take gradients"
-    )
+    raise NotImplementedError(NO_GRADIENTS)
 
 
 multiply_quantized.defvjp(_refuse_gradients, _refuse_gradients)

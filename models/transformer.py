@@ -1,4 +1,4 @@
-"""The decoder-only transformer that Llama, Qwen2 and Qwen3 share, as pure functions.
+"""The decoder-only transformer that all families share, as pure functions.
 
 Layers are stacked on a leading axis and visited by `jax.lax.scan`; the state of attention (cache,
 walk) is threaded through the carry, opaque to this file.
@@ -12,9 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.experts import mixture
+from sketchwalk_jax.models.params import EXPERTS, MLP
 from sketchwalk_jax.models.quantized import SwigluQuantize, multiply_gated, multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
@@ -26,6 +29,8 @@ PyTree = Any
 Attend = Callable[[Array, Array, Array, Array, PyTree], tuple[Array, PyTree, PyTree]]
 # `linear_of_rows` with the kernel's configuration bound.
 Multiply = Callable[..., list[Array] | None]
+# `mixture` with its options bound: (x [B T D], is_token [B T], stacks, layer) -> [B T D].
+Mix = Callable[..., Array]
 
 
 def rms_norm(
@@ -51,6 +56,8 @@ class LayerWeights:
         copies, but does not before float8 products of cuBLAS.
       swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for
         XLA.
+      mix: The layer's mixture of experts, `(x, is_token) -> y`; `None` in a model without.
+      dense: In a model that has both, the layer's ordinary mlp, and whether the layer has it.
     """
 
     stacks: PyTree
@@ -58,6 +65,8 @@ class LayerWeights:
     eps: float
     multiply: Multiply | None
     swiglu_quantize: SwigluQuantize | None = None
+    mix: Callable[[Array, Array | None], Array] | None = None
+    dense: "tuple[LayerWeights, Bool[Array, '']] | None" = None
 
     def norm(self, x: Array, name: str) -> Array:
         """Applies a norm of the layer to the input."""
@@ -122,8 +131,22 @@ class LayerWeights:
             for one, bias in zip(found, biases, strict=True)
         ]
 
-    def mlp(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Computes `down(silu(gate(x)) · up(x))` of the normalised input."""
+    def mlp(
+        self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """Computes `down(silu(gate(x)) · up(x))` of the normalised input, or the layer's mixture.
+
+        Args:
+          x: The input.
+          is_token: Whether a row is a token, or `None` for all. Only tokens choose experts.
+        """
+        if (mix := self.mix) is not None:
+            if self.dense is None:
+                return mix(self.norm(x, "mlp_norm"), is_token)
+            dense, is_dense = self.dense
+            return jax.lax.cond(
+                is_dense, dense.mlp, lambda x: mix(self.norm(x, "mlp_norm"), is_token), x
+            )
         names = ("gate", "up", "down")
         stacks = [self.stacks[name] for name in names]
         is_float8 = all(
@@ -327,6 +350,21 @@ def first_columns(
     return jax.lax.switch(widths.index, ways, *updated, *written, *arrays)
 
 
+def _split(
+    stacks: PyTree, model_config: ModelConfig
+) -> tuple[PyTree, PyTree | None, PyTree | None]:
+    """Splits the stacks of a model with experts: all layers', the ordinary mlps', the experts'."""
+    if not model_config.expert_layers:
+        return stacks, None, None
+    mlps = {name: stacks[name] for name in MLP if name in stacks}
+    experts = {name: stacks[name] for name in EXPERTS}
+    others = {name: x for name, x in stacks.items() if name not in mlps | experts}
+    if mlps:
+        scale = stacks["mlp_norm"]["scale"][np.array(model_config.mlp_layers)]
+        mlps["mlp_norm"] = {"scale": scale}
+    return others, mlps or None, experts
+
+
 def run_layers(
     params: PyTree,
     hidden: Float[Array, "B T D"],
@@ -338,6 +376,8 @@ def run_layers(
     multiply: Multiply | None = None,
     swiglu_quantize: SwigluQuantize | None = None,
     widths: Widths | None = None,
+    is_token: Bool[Array, "B T"] | None = None,
+    mix: Mix | None = None,
 ) -> tuple[Float[Array, "B T D"], PyTree, list[PyTree]]:
     """Runs the layers, one `jax.lax.scan` over each range of them.
 
@@ -352,6 +392,8 @@ def run_layers(
      multiply: The decode matmul kernel for few rows, or `None` for XLA.
      swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for XLA.
      widths: Columns to compute, or `None` for all at once.
+     is_token: Whether a column is a token, or `None` for all. Only tokens choose experts.
+     mix: `mixture` with its options, or `None` for XLA's.
 
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
@@ -359,13 +401,32 @@ def run_layers(
     found = []
     cos, sin = rope_cos_sin(positions, rope=model_config.rope, head_dim=model_config.head_dim)
     last = model_config.num_layers - 1
+    stacks, of_mlp, of_experts = _split(params["layers"], model_config)
+    masks = () if is_token is None or of_experts is None else (is_token,)
 
     def weights_of(layer: Int[Array, ""]) -> LayerWeights:
-        own: tuple[PyTree, Int[Array, ""] | None] = params["layers"], layer
-        if widths is not None:  # take a layer's weights out once, not for every part
-            take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
-            own = jax.tree.map(take, params["layers"]), None
-        return LayerWeights(*own, model_config.rms_norm_eps, multiply, swiglu_quantize)
+        def take(stacks: PyTree, index: Int[Array, ""]) -> LayerWeights:
+            own: tuple[PyTree, Int[Array, ""] | None] = stacks, index
+            if widths is not None:  # take a layer's weights out once, not for every part
+                get = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+                own = jax.tree.map(get, stacks), None
+            return LayerWeights(*own, model_config.rms_norm_eps, multiply, swiglu_quantize)
+
+        weights = take(stacks, layer)
+        if of_experts is None:
+            return weights
+        index, dense = layer, None
+        if of_mlp is not None:
+            is_dense = [x in model_config.mlp_layers for x in range(last + 1)]
+            before = np.cumsum(is_dense) - is_dense  # layers with an ordinary mlp before each layer
+            at = jnp.asarray(np.stack([before, np.arange(last + 1) - before, is_dense]), jnp.int32)
+            slot, index, found = at[:, layer]
+            dense = take(of_mlp, jnp.minimum(slot, len(model_config.mlp_layers) - 1)), found == 1
+            index = jnp.minimum(index, len(model_config.expert_layers) - 1)
+        run = functools.partial(mixture, model_config=model_config) if mix is None else mix
+        return dataclasses.replace(
+            weights, mix=functools.partial(run, stacks=of_experts, layer=index), dense=dense
+        )
 
     def before(weights: LayerWeights, hidden: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
         """Queries, keys and values of tokens."""
@@ -376,13 +437,13 @@ def run_layers(
                 query, key = weights.norm(query, "query_norm"), weights.norm(key, "key_norm")
             return rotate(query, cos, sin), rotate(key, cos, sin), value
 
-    def after(weights: LayerWeights, hidden: Array, out: Array) -> Array:
+    def after(weights: LayerWeights, hidden: Array, out: Array, *masks: Array) -> Array:
         """Output of a layer for tokens, from their attention."""
         with jax.named_scope("attention"):
             (out,) = weights.linear(out, ("out",), "btnh,nhd->btd")
             hidden = hidden + out
         with jax.named_scope("mlp"):
-            return hidden + weights.mlp(hidden)
+            return hidden + weights.mlp(hidden, *masks)
 
     def layer_step(
         carry: tuple[Array, PyTree, Array, Any], layer: Int[Array, ""] | None, attend: Attend
@@ -396,16 +457,18 @@ def run_layers(
             query, key, value = qkv
             out, state, aux = attend(query, key, value, layer, state)
         if widths is None:
-            return (after(weights, hidden, out), state, count + 1, None), aux
+            return (after(weights, hidden, out, *masks), state, count + 1, None), aux
         # One switch ends this layer and begins the next, since each waits for the host on a GPU.
         # The last layer begins itself once more, for nothing.
         following = weights_of(jnp.minimum(layer + 1, last))
 
-        def between(hidden: Array, out: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
-            hidden = after(weights, hidden, out)
+        def between(
+            hidden: Array, out: Array, cos: Array, sin: Array, *masks: Array
+        ) -> tuple[Array, ...]:
+            hidden = after(weights, hidden, out, *masks)
             return hidden, *before(following, hidden, cos, sin)
 
-        hidden, *qkv = first_columns(between, (hidden,), qkv, out, cos, sin, widths=widths)
+        hidden, *qkv = first_columns(between, (hidden,), qkv, out, cos, sin, *masks, widths=widths)
         return (hidden, state, count + 1, tuple(qkv)), aux
 
     qkv = None

@@ -12,9 +12,10 @@ weights are half-split already.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -37,6 +38,8 @@ from sketchwalk_jax.models.params import (
     check_weights,
     flatten_params,
     input_axes,
+    num_stack_axes,
+    own_layers,
     param_shapes,
     shardings_by_path,
     unflatten_params,
@@ -66,18 +69,24 @@ class LeafSource:
     """The source of one stacked parameter.
 
     Attributes:
-      names: Tensor names: one for each layer, or a single one.
+      names: Tensor names: one for each layer or, for experts, for each expert of each layer; or a
+        single one.
       outputs: Sizes of the output axes, flattened into the rows of a stored tensor.
       inputs: Sizes of the input axes, flattened into its columns; empty for vectors.
       is_transposed: Whether the parameter has its inputs first, as kernels do.
-      is_stacked: Whether the parameter has a leading layer axis.
+      stack: Sizes of the leading axes, of layers and experts, that number the names.
     """
 
     names: tuple[str, ...]
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
     is_transposed: bool
-    is_stacked: bool
+    stack: tuple[int, ...]
+
+    def names_of(self, bounds: Sequence[slice]) -> list[str]:
+        """Lists the names of the tensors in a part of the stack."""
+        names = np.array(self.names, object).reshape(1, *self.stack)
+        return list(names[(slice(None), *bounds)].ravel())
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -275,8 +284,8 @@ def _load_quantized(
     advance: Callable[[int], object],
 ) -> dict[tuple[str, ...], jax.Array]:
     """Loads a kernel as `quantized` and `scales`; equal shardings of both share one read."""
-    leaf, num_outputs = leaves[path], 1 + len(source.outputs)
-    scales: dict[tuple[slice, ...], np.ndarray] = {}  # keys: layers and outputs
+    leaf, num_outputs = leaves[path], len(source.stack) + len(source.outputs)
+    scales: dict[tuple[slice, ...], np.ndarray] = {}  # keys: the stack and outputs
 
     @functools.cache
     def read_part(index: tuple[slice, ...]) -> np.ndarray:
@@ -338,8 +347,8 @@ def find_sources(
     keys = FAMILIES[model_config.model_type].keys if keys is None else keys
     sources = {}
     for path, leaf in flatten_params(param_shapes(model_config)).items():
-        is_stacked = path[0] == "layers"
-        shape = leaf.shape[1:] if is_stacked else leaf.shape
+        stack = leaf.shape[: num_stack_axes(path)]
+        shape = leaf.shape[len(stack) :]
         if path == EMBEDDING:
             outputs, inputs = shape[:1], shape[1:]
         elif path[-1] == "kernel":
@@ -347,13 +356,16 @@ def find_sources(
             outputs = shape[len(inputs) :]
         else:
             outputs, inputs = shape, ()
-        layers = range(model_config.num_layers if is_stacked else 1)
+        numbers = [own_layers(model_config, path[1]), *map(range, stack[1:])] if stack else []
         sources[path] = LeafSource(
-            names=tuple(keys[path].format(layer=layer) for layer in layers),
+            names=tuple(
+                keys[path].format(**dict(zip(("layer", "expert"), one, strict=False)))
+                for one in itertools.product(*numbers)
+            ),
             outputs=outputs,
             inputs=inputs,
             is_transposed=path[-1] == "kernel",
-            is_stacked=is_stacked,
+            stack=stack,
         )
     return sources
 
@@ -444,9 +456,9 @@ def read_shard(
     """
     bounds = [slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)]
     part = np.empty([bound.stop - bound.start for bound in bounds], dtype)
-    names, targets = source.names, part[None]
-    if source.is_stacked:
-        names, targets, bounds = names[bounds[0]], part, bounds[1:]
+    count = len(source.stack)
+    names, bounds = source.names_of(bounds[:count]), bounds[count:]
+    targets = part.reshape(-1, *part.shape[count:])
     # A kernel has its inputs first; view it in the order of the file.
     num_inputs = len(source.inputs) if source.is_transposed else 0
     order = [*range(num_inputs, len(bounds)), *range(num_inputs)]
@@ -512,30 +524,32 @@ def read_quantized(
     Args:
       files: The open files.
       source: Source of the kernel.
-      shape: The whole stacked shape `[L, outputs..., inputs...]`.
+      shape: The whole stacked shape `[stack..., outputs..., inputs...]`.
       index: The part, a slice for each axis.
       dtype: float8_e4m3fn or int8.
       advance: Called with the number of bytes after each tensor.
 
     Returns:
-      The part of `quantized`, and the scales of its layers and outputs.
+      The part of `quantized`, and the scales of its stack and outputs.
 
     Raises:
       ValueError: If a weight is NaN or infinite.
     """
     bounds = [slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)]
     sizes = [bound.stop - bound.start for bound in bounds]
-    end = 1 + len(source.outputs)
+    count = len(source.stack)
+    end = count + len(source.outputs)
     part, scales = np.empty(sizes, dtype), np.empty(sizes[:end], np.float32)
-    whole_rows = [*bounds[1:end], *[slice(0, size) for size in source.inputs]]
+    whole_rows = [*bounds[count:end], *[slice(0, size) for size in source.inputs]]
     cut = (*[slice(None)] * len(source.outputs), *bounds[end:])
-    for layer, name in enumerate(source.names[bounds[0]]):
+    parts, all_scales = (x.reshape(-1, *x.shape[count:]) for x in (part, scales))
+    for index, name in enumerate(source.names_of(bounds[:count])):
         for rows, block in _read_rows(files, source, name, whole_rows):
-            found, scales[layer, rows] = quantize_rows(
+            found, all_scales[index, rows] = quantize_rows(
                 block, dtype, num_inputs=len(source.inputs), name=name
             )
-            part[layer, rows] = found[cut]
-        advance(part[layer].nbytes + scales[layer].nbytes)
+            parts[index, rows] = found[cut]
+        advance(parts[index].nbytes + all_scales[index].nbytes)
     return part, scales
 
 

@@ -123,10 +123,11 @@ def read_prompt(
             batch=tokens.shape[0], num_rows=chunk // size, num_blocks=cache.capacity // size
         )
         (walk,) = vary_alike(walk, like=tokens)
-        column = jnp.arange(chunk, dtype=jnp.int32)[None]
+        column, is_token = jnp.arange(chunk, dtype=jnp.int32)[None], valid
         if blocks is not None:  # between embedding and output, columns are ordered by rank
             tokens = constrain(blocks.deal(tokens, axis=1), placement, "data")
             column = constrain(blocks.deal(column, axis=1), placement)
+            is_token = constrain(blocks.deal(valid, axis=1), placement, "data")
         hidden, (written, _), found = run_layers(
             params,
             embed_tokens(params, tokens, placement),
@@ -136,6 +137,7 @@ def read_prompt(
             layers=attention_by_layer(make, settings),
             swiglu_quantize=settings.swiglu_quantize,
             widths=_widths(valid, settings),
+            is_token=is_token,
         )
         pairs, selection = join_layers(found)
         if blocks is not None:
@@ -275,6 +277,7 @@ def decode_token(
         model_config=settings.model_config,
         layers=attention_by_layer(make, settings),
         multiply=settings.multiply_rows,
+        is_token=active[:, None],
     )
     pairs, selection = join_layers(found)
     is_counted = active.astype(jnp.int32)

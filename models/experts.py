@@ -1,0 +1,255 @@
+"""Mixture of experts: a router chooses a few of many gated mlps for each token.
+
+With E experts, of which a token chooses k, and router weights W::
+
+    p[t]    = softmax(W x[t])                       float32
+    C(t)    = the k experts with the largest p[t], the first ones of equals
+    w[t, e] = p[t, e] / Σ_{c ∈ C(t)} p[t, c]        with norm_topk_prob, else p[t, e]
+    y[t]    = Σ_{e ∈ C(t)} w[t, e] · down_e(silu(gate_e(x[t])) · up_e(x[t]))
+
+Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), as in Qwen3's technical
+report (arXiv:2505.09388).
+
+Pairs of a token and an expert are sorted by expert, and put into groups of at most R pairs with one
+expert each. So memory is linear in tokens, an expert that nobody chooses costs nothing, and what a
+token gets does not depend on the other tokens.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.params import EXPERTS, QUANTIZED
+from sketchwalk_jax.models.quantized import NO_GRADIENTS
+from sketchwalk_jax.precision import matmul_precision
+
+PyTree = Any
+NAMES = EXPERTS[1:]
+MOST_ROWS = 128
+"""Most pairs in a group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Pairs of a token and an expert in groups of one expert each.
+
+    Attributes:
+      pair: The pair in each place of each group, `t k + j` for choice `j` of token `t`; the number
+        of pairs in an empty place.
+      expert: Expert of each group.
+      used: Number of groups with pairs; they come first.
+      place: Place of each pair, `g R + r`; `G R` for a pair that is in no group.
+    """
+
+    pair: Int[Array, "G R"]
+    expert: Int[Array, "G"]
+    used: Int[Array, ""]
+    place: Int[Array, "P"]
+
+
+jax.tree_util.register_dataclass(Groups)
+
+
+def route(
+    x: Float[Array, "T D"], router: Float[Array, "D E"], *, model_config: ModelConfig
+) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    """Chooses the experts of each token.
+
+    Args:
+      x: The normalised input.
+      router: Weights of the router.
+      model_config: The model.
+
+    Returns:
+      The weights `w` in float32, and the experts; the largest weight comes first.
+    """
+    logits = jnp.einsum(
+        "td,de->te",
+        x,
+        router,
+        precision=matmul_precision(x),
+        preferred_element_type=jnp.float32,
+    )
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits), model_config.experts_per_token)
+    if model_config.norm_topk_prob:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, experts
+
+
+def group_size(num_pairs: int, num_experts: int) -> int:
+    """Chooses R: the average number of pairs of an expert, rounded up to a power of two.
+
+    Example:
+      >>> [group_size(8 * tokens, 128) for tokens in (1, 100, 100_000)]
+      [1, 8, 128]
+    """
+    return min(MOST_ROWS, 1 << (-(-num_pairs // num_experts) - 1).bit_length())
+
+
+def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> Groups:
+    """Sorts pairs into groups.
+
+    Args:
+      experts: Expert of each pair; `num_experts` for pairs that belong to no token.
+      num_experts: Number of experts.
+      size: Places in a group, R.
+
+    Returns:
+      The groups. There are `min(P, P / R + E)` of them, enough for any choice.
+
+    Example:
+      >>> found = group_pairs(jnp.array([1, 0, 1, 1]), num_experts=2, size=2)
+      >>> found.pair.tolist(), found.expert.tolist(), int(found.used)
+      ([[1, 4], [0, 2], [3, 4], [4, 4]], [0, 1, 1, 1], 3)
+    """
+    pairs = experts.shape[0]
+    num_groups = min(pairs, pairs // size + num_experts)
+    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    sorted_experts = experts[order]
+    edges = jnp.arange(num_experts + 1, dtype=sorted_experts.dtype)
+    begins = jnp.searchsorted(sorted_experts, edges, side="left").astype(jnp.int32)
+    ends = jnp.cumsum((jnp.diff(begins) + size - 1) // size, dtype=jnp.int32)  # groups up to each
+    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])  # of each expert, and the end
+    rank = jnp.arange(pairs, dtype=jnp.int32) - begins[sorted_experts]
+    place = jnp.where(
+        sorted_experts < num_experts, firsts[sorted_experts] * size + rank, num_groups * size
+    )
+    pair = jnp.full(num_groups * size, pairs, jnp.int32)
+    pair = pair.at[place].set(order, mode="drop")
+    groups = jnp.arange(num_groups, dtype=jnp.int32)
+    expert = jnp.searchsorted(ends, groups, side="right").astype(jnp.int32)
+    return Groups(
+        pair=pair.reshape(num_groups, size),
+        expert=jnp.minimum(expert, num_experts - 1),
+        used=ends[-1],
+        place=jnp.zeros(pairs, jnp.int32).at[order].set(place, unique_indices=True),
+    )
+
+
+def mixture(
+    x: Float[Array, "B T D"],
+    is_token: Bool[Array, "B T"] | None,
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    *,
+    model_config: ModelConfig,
+) -> Float[Array, "B T D"]:
+    """Computes `y` of the module docstring.
+
+    Args:
+      x: The normalised input.
+      is_token: Whether a row is a token; other rows choose no expert and get 0. `None` for all.
+      stacks: Parameters of all layers.
+      layer: Index of the layer among those with experts.
+      model_config: The model.
+    """
+    count, k = model_config.num_experts, model_config.experts_per_token
+    rows = x.reshape(-1, x.shape[-1])
+    router = jax.lax.dynamic_index_in_dim(stacks["router"]["kernel"], layer, keepdims=False)
+    weights, experts = route(rows, router, model_config=model_config)
+    if is_token is not None:
+        experts = jnp.where(is_token.reshape(-1, 1), experts, count)
+    pairs = experts.reshape(-1)
+    groups = group_pairs(pairs, num_experts=count, size=group_size(k * len(rows), count))
+    found = _sum_of_groups(rows, weights, {name: stacks[name] for name in NAMES}, layer, groups)
+    return found.astype(x.dtype).reshape(x.shape)
+
+
+@jax.custom_vjp
+def _sum_of_groups(
+    x: Float[Array, "T D"],
+    weights: Float[Array, "T k"],
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    groups: Groups,
+) -> Float[Array, "T D"]:
+    """Adds up `w · y` of all pairs in float32, a token's experts in ascending order."""
+
+    def add(index: Array, total: Array) -> Array:
+        token, rows, own_weights, own = _take(index, x, weights, stacks, layer, groups)
+        return total.at[token].add(_of_one_expert(rows, own_weights, own), mode="drop")
+
+    return jax.lax.fori_loop(0, _count(groups), add, jnp.zeros_like(x, jnp.float32))
+
+
+def _count(groups: Groups) -> Int[Array, ""]:
+    """Groups to visit: on a GPU all, since a loop of unknown length waits for the host."""
+    return jax.lax.platform_dependent(
+        groups.used,
+        cpu=lambda used: used,
+        default=lambda used: jnp.full_like(used, len(groups.expert)),
+    )
+
+
+def _take(
+    index: Array,
+    x: Float[Array, "T D"],
+    weights: Float[Array, "T k"],
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    groups: Groups,
+) -> tuple[Int[Array, "R"], Float[Array, "R D"], Float[Array, "R"], PyTree]:
+    """Takes a group's tokens (their number for empty places), rows, weights, and its expert."""
+    pair, expert = groups.pair[index], groups.expert[index]
+    token = pair // weights.shape[1]
+    rows = x.at[token].get(mode="fill", fill_value=0)
+    own_weights = weights.reshape(-1).at[pair].get(mode="fill", fill_value=0)
+    return token, rows, own_weights, jax.tree.map(lambda one: one[layer, expert], stacks)
+
+
+def _of_one_expert(
+    rows: Float[Array, "R D"], weights: Float[Array, "R"], own: Mapping[str, PyTree]
+) -> Float[Array, "R D"]:
+    """Computes `w · down(silu(gate(x)) · up(x))` in float32 for the rows of one expert."""
+    gate, up = (_multiply(rows, own[name]) for name in NAMES[:2])
+    found = _multiply(jax.nn.silu(gate) * up, own[NAMES[2]])
+    return weights[:, None] * found.astype(jnp.float32)
+
+
+def _multiply(rows: Float[Array, "R D"], own: Mapping[str, Array]) -> Float[Array, "R F"]:
+    """Multiplies rows by one matrix. Inputs of 8-bit weights are not rounded."""
+    precision = matmul_precision(rows)
+    if "kernel" in own:
+        return jnp.einsum("rd,df->rf", rows, own["kernel"], precision=precision)
+    quantized, scales = (own[name] for name in QUANTIZED)
+    found = jnp.einsum("rd,fd->rf", rows, quantized.astype(rows.dtype), precision=precision)
+    return (found.astype(jnp.float32) * scales).astype(rows.dtype)
+
+
+def _sum_forward(*arguments: Any) -> tuple[Array, Any]:
+    return _sum_of_groups(*arguments), arguments
+
+
+def _sum_backward(arguments: Any, gradient: Float[Array, "T D"]) -> tuple[Any, ...]:
+    """Runs each expert again, and takes gradients group by group."""
+    x, weights, stacks, layer, groups = arguments
+    if "quantized" in stacks[NAMES[0]]:
+        raise NotImplementedError(NO_GRADIENTS)
+
+    def add(index: Array, found: Any) -> Any:
+        to_x, to_weights, to_stacks = found
+        token, rows, own_weights, own = _take(index, x, weights, stacks, layer, groups)
+        _, pull = jax.vjp(_of_one_expert, rows, own_weights, own)
+        of_rows, of_weights, of_own = pull(gradient.at[token].get(mode="fill", fill_value=0))
+        place = layer, groups.expert[index]
+        return (
+            to_x.at[token].add(of_rows, mode="drop"),
+            to_weights.at[groups.pair[index]].add(of_weights, mode="drop"),
+            jax.tree.map(lambda to, of: to.at[place].add(of), to_stacks, of_own),
+        )
+
+    start = (
+        jnp.zeros_like(x),
+        jnp.zeros_like(weights.reshape(-1)),
+        jax.tree.map(jnp.zeros_like, stacks),
+    )
+    to_x, to_weights, to_stacks = jax.lax.fori_loop(0, _count(groups), add, start)
+    return to_x, to_weights.reshape(weights.shape), to_stacks, None, None
+
+
+_sum_of_groups.defvjp(_sum_forward, _sum_backward)
