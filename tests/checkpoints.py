@@ -51,6 +51,19 @@ TINY["qwen3"] = TINY["qwen2"] | {
     "attention_bias": False,
 }
 
+TINY["qwen3_moe"] = TINY["qwen3"] | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}
+
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = [chr(x if x in PRINTABLE else 256 + OTHERS.index(x)) for x in range(256)]
@@ -86,20 +99,35 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for name, shape in linear.items():
+        own = linear
+        if has_experts(config, layer):
+            mlp = config["moe_intermediate_size"]
+            parts = {"gate_proj": (mlp, width), "up_proj": (mlp, width), "down_proj": (width, mlp)}
+            own = {name: shape for name, shape in linear.items() if "mlp" not in name}
+            own["mlp.gate"] = (config["num_experts"], width)
+            for expert in range(config["num_experts"]):
+                own |= {f"mlp.experts.{expert}.{name}": shape for name, shape in parts.items()}
+        for name, shape in own.items():
             shapes[f"{prefix}{name}.weight"] = shape
             has_bias = config.get("mlp_bias" if "mlp" in name else "attention_bias", False)
             if (is_qwen2 and name[-6] in "qkv") or (not is_qwen2 and has_bias):
                 shapes[f"{prefix}{name}.bias"] = shape[:1]
         shapes[prefix + "input_layernorm.weight"] = (width,)
         shapes[prefix + "post_attention_layernorm.weight"] = (width,)
-        if config["model_type"] == "qwen3":
+        if config["model_type"].startswith("qwen3"):
             shapes[prefix + "self_attn.q_norm.weight"] = (head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (head_dim,)
     shapes["model.norm.weight"] = (width,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, width)
     return shapes
+
+
+def has_experts(config: dict[str, Any], layer: int) -> bool:
+    """Whether transformers gives a layer a mixture of experts."""
+    if not config.get("num_experts") or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
 def random_tensors(
@@ -156,7 +184,7 @@ def write_checkpoint(
 
     Args:
         directory: Folder to write into; created if needed.
-        model_type: "llama", "qwen2" or "qwen3".
+        model_type: "llama", "qwen2", "qwen3" or "qwen3_moe".
         seed: Seed of the weights.
         dtype: Dtype of the stored tensors, also declared in the config.
         num_shards: Number of safetensors files; more than one adds an index.

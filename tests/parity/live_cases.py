@@ -9,7 +9,7 @@ from typing import Any
 from parity.rope_cases import old_spelling
 
 CONTEXT = 512
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -47,6 +47,8 @@ def draw_case(name: str, seed: int) -> dict[str, Any]:
     }
     if family != "qwen2":
         config["attention_bias"] = draw.choice([False, True])
+    if family == "qwen3_moe":
+        config |= _draw_experts(draw)
     if family == "llama":
         config["mlp_bias"] = draw.choice([False, True])
     case: dict[str, Any] = {
@@ -82,6 +84,18 @@ def _draw_sizes(draw: random.Random, family: str) -> dict[str, Any]:
     if family == "qwen2":
         return sizes | {"hidden_size": heads * head_dim}
     return sizes | {"hidden_size": heads * draw.choice([4, 6]), "head_dim": head_dim}
+
+
+def _draw_experts(draw: random.Random) -> dict[str, Any]:
+    num_experts = draw.choice([1, 3, 8])
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": draw.choice([x for x in (1, 2, 3, 8) if x <= num_experts]),
+        "moe_intermediate_size": draw.choice([12, 32]),
+        "norm_topk_prob": draw.choice([False, True]),
+        "decoder_sparse_step": draw.choice([1, 1, 2]),
+        "mlp_only_layers": draw.choice([[], [], [0]]),
+    }
 
 
 def _draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:

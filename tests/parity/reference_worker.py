@@ -8,7 +8,7 @@ A case makes a random model, saves it into DIRECTORY/NAME, loads it back from th
 `expected.npz` with logits and greedy tokens:
 
     name            folder of the case
-    model_type      "llama", "qwen2" or "qwen3"
+    model_type      "llama", "qwen2", "qwen3" or "qwen3_moe"
     seed            of weights and tokens
     config          arguments of the transformers config class
     edits           entries of config.json to set (or with null value to remove) after saving
@@ -37,10 +37,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 BATCH = 2
 MIN_GAP = 1e-3
 """Smallest gap of the two best logits along a greedy path for which rounding decides nothing."""
@@ -54,9 +65,9 @@ def random_model(case):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 2:
+            if weight.ndim > 1:  # experts are stacked
                 is_embedding = "embed" in name or "lm_head" in name
-                weight.copy_((0.5 if is_embedding else 1) * noise / weight.shape[1] ** 0.5)
+                weight.copy_((0.5 if is_embedding else 1) * noise / weight.shape[-1] ** 0.5)
             else:
                 weight.copy_(0.2 * noise + float("norm" in name))
     return model
@@ -106,7 +117,10 @@ def run_case(case, root):
     if case.get("lm_head"):
         add_lm_head(directory, case["lm_head"])
     run_dtype = getattr(torch, case.get("run_dtype", "float32"))
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=run_dtype).eval()
+    options = {"dtype": run_dtype}
+    if case["model_type"] == "qwen3_moe":  # grouped products take some widths only
+        options["experts_implementation"] = "eager"
+    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
     new_tokens = case.get("new_tokens", 12)
     length = case.get("length", 24)
