@@ -13,9 +13,9 @@ weights instead of one. A norm before the product,
 
 is left to XLA: it multiplies the rows by `g` before the kernel, and divides its sums by the root.
 
-With so few rows, reading the weights takes all of the time. One layer is the case of one group. A
-warp has 64 columns and some of the inputs of a group, and shares nothing with other warps. A thread reads its weights from global memory to
-registers, 16 bytes of each of four inputs, several such groups ahead, and multiplies with
+With so few rows, reading the weights takes all of the time. A warp has 64 columns and some of the
+inputs of one matrix, and shares nothing with other warps. A thread reads its weights from global
+memory to registers, 16 bytes of each of four inputs, several such pieces ahead, and multiplies with
 `mma.sync`. So no thread waits for shared memory, and registers hold all reads in flight.
 
 *Layout.* The order of inputs in the sum and of columns is free, so a thread multiplies the weights
@@ -73,16 +73,16 @@ class _Tiling:
     """Static parameters of a call.
 
     Attributes:
-      groups: Groups of rows, 1 for rows that all have one layer.
-      has_used: Whether some groups may not be in use.
+      has_groups: Whether rows come in groups, each with its own matrix.
+      groups: Number of groups; 1 if all rows have one layer.
       rows: Rows of a group.
-      starts: Index of each weight array's first group of 64 columns, then the number of groups.
+      starts: Index of each weight array's first 64 columns, in units of 64, then their number.
       steps: Steps along the inputs.
       own_steps: Steps per part; the last part may have fewer.
     """
 
+    has_groups: bool
     groups: int
-    has_used: bool
     rows: int
     starts: tuple[int, ...]
     steps: int
@@ -99,8 +99,8 @@ class _Tiling:
         wanted = -(-_PROGRAMS // (groups * -(-starts[-1] // row_ops.WARPS)))
         parts = max(1, min(steps // _LEAST_STEPS, wanted))
         return cls(
+            has_groups=x.ndim == 3,
             groups=groups,
-            has_used=x.ndim == 3,
             rows=x.shape[-2],
             starts=tuple(starts),
             steps=steps,
@@ -117,31 +117,29 @@ class _Tiling:
 def _multiply(x: Any, matrix: Any, *arrays: Any, tiling: _Tiling) -> None:
     """Runs one thread block: some columns, one part of the inputs of a group."""
     group, tile, part = (jax.lax.axis_index(axis) for axis in ("group", "tile", "part"))
-    own = matrix[group]
-    if tiling.has_used:
-        used, *arrays = arrays
+    own, others = matrix[group], list(arrays)
+    if tiling.has_groups:
+        used = others.pop(0)
         own = jnp.where(group < used[0], own, _UNUSED)
-    half = len(arrays) // 2
-    numbers = own, group, tile, part
+    half, numbers = len(others) // 2, (own, group, tile, part)
     if ops.is_interpreted():
-        _multiply_interpreted(tiling, *numbers, x, arrays[:half], arrays[half:])
+        _multiply_interpreted(tiling, x, others[:half], others[half:], *numbers)
         return
 
-    @mlir.emit(x, *arrays, numbers=numbers)
-    def _(x: Any, *arguments: Any) -> None:
-        others, numbers = arguments[:-4], arguments[-4:]
-        _Warp(tiling, *numbers, x, others[:half], others[half:]).run()
+    @mlir.emit(x, *others, numbers=numbers)
+    def _(x: Any, *given: Any) -> None:
+        _Warp(tiling, x, given[:half], given[half : 2 * half], *given[2 * half :]).run()
 
 
 def _multiply_interpreted(
     tiling: _Tiling,
+    x: Any,
+    sources: Sequence[Any],
+    targets: Sequence[Any],
     matrix: Array,
     group: Array,
     tile: Array,
     part: Array,
-    x: Any,
-    sources: Sequence[Any],
-    targets: Sequence[Any],
 ) -> None:
     first = part * tiling.own_steps
     inputs = jnp.arange(tiling.own_steps * _INPUTS, dtype=jnp.int32) + first * _INPUTS
@@ -159,7 +157,8 @@ def _multiply_interpreted(
                 columns = pl.ds((own - start) * _COLUMNS, _COLUMNS)
                 weights = jnp.take(source[matrix, :, columns], inputs, axis=0)
                 weights = jnp.where(is_there[:, None], weights.astype(jnp.float32), 0)
-                to[part, own_rows, columns] = jnp.dot(rows, weights, precision=jax.lax.Precision.HIGHEST)
+                product = jnp.dot(rows, weights, precision=jax.lax.Precision.HIGHEST)
+                to[part, own_rows, columns] = product
 
 
 class _Warp:
@@ -168,13 +167,13 @@ class _Warp:
     def __init__(
         self,
         tiling: _Tiling,
+        x: ir.Value,
+        sources: Sequence[ir.Value],
+        targets: Sequence[ir.Value],
         matrix: ir.Value,
         group: ir.Value,
         tile: ir.Value,
         part: ir.Value,
-        x: ir.Value,
-        sources: Sequence[ir.Value],
-        targets: Sequence[ir.Value],
     ) -> None:
         """Computes the thread's addresses."""
         self._tiling, self._x = tiling, x
@@ -185,18 +184,17 @@ class _Warp:
         self._group, self._place = arith.shrui(lane, _int(2)), arith.andi(lane, _int(3))
         own = arith.addi(arith.muli(tile, _int(row_ops.WARPS)), mlir.warp())
         self._is_there = mlir.compare("slt", own, _int(tiling.starts[-1]))
-        if tiling.has_used:
-            is_used = mlir.compare("ne", matrix, _UNUSED)
-            self._is_there = arith.andi(self._is_there, is_used)
         self._first = arith.muli(part, _int(tiling.own_steps))
         left = arith.subi(_int(tiling.steps), self._first)
         self._count = arith.minsi(left, _int(tiling.own_steps))
-        if tiling.has_used:
+        if tiling.has_groups:
+            is_used = mlir.compare("ne", matrix, _UNUSED)
+            self._is_there = arith.andi(self._is_there, is_used)
             self._count = arith.select(self._is_there, self._count, _int(0))
-        # First rows of `x` and of the part of the results.
+        # The group's first row in `x` and in the results.
         self._first_row = arith.muli(group, _int(tiling.rows))
-        first = arith.muli(part, _int(tiling.groups * tiling.rows))
-        self._first_result = arith.addi(first, self._first_row)
+        own_part = arith.muli(part, _int(tiling.groups * tiling.rows))
+        self._first_result = arith.addi(own_part, self._first_row)
         # Addresses of the matrix and of the results, in the array that the columns belong to.
         self._own: list[ir.Value] = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -222,7 +220,9 @@ class _Warp:
         bounds = (arith.constant(index, 0), mlir.index(self._count), arith.constant(index, 1))
         loop = scf.ForOp(*bounds, [*held, *sums])
         with ir.InsertionPoint(loop.body):
-            if self._tiling.has_used:
+            if self._tiling.has_groups:
+                # Unrolled, these short loops would need twice as many registers: with fewer, all
+                # thread blocks of a token's experts run at once.
                 mlir.effect('.pragma "nounroll";')
             step = arith.index_cast(mlir.i32(), loop.induction_variable)
             carried = list(loop.inner_iter_args)

@@ -43,10 +43,10 @@ def why_not_groups(x: Any, scale: Any, *, most_rows: int) -> str | None:
 
 
 def check_groups(x: Any, layer: Int[Array, ""] | Groups) -> None:
-    """Raises `ValueError` unless `x` is `[G, R, D]` with `Groups` of G, or `[B, D]` with a layer."""
+    """Raises `ValueError` unless `x` is `[G, R, D]` with `Groups`, or `[B, D]` with a layer."""
     shape = layer.matrix.shape if isinstance(layer, Groups) else ()
     if x.shape[:-2] != shape:
         raise ValueError(
-            f"x must be [B, D] with a layer, or [G, R, D] with Groups of [G] matrices, got "
-            f"{x.shape} with {shape} matrices"
+            "x must be [B, D] with a layer, or [G, R, D] with Groups of [G] matrices, got "
+            f"{x.shape} with matrices {shape}"
         )

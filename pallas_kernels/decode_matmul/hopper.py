@@ -36,9 +36,9 @@ there are only as many thread blocks as the GPU runs at once. The tiles of all c
 sequence, of which each thread block has an equal share. Its copies continue across the boundary
 from one group of columns to the next. So the number of thread blocks per group of columns varies.
 
-With groups of rows, the sequence has the tiles of all groups in use. A few tiles along the inputs
-form a unit that one thread block adds up, and the parts are units. So a row's result depends on its
-row and its matrix alone, and not on the place of its group in the sequence.
+With groups of rows, the sequence has the tiles of all groups in use. Thread blocks share units of
+a few tiles along the inputs, and each unit is a part. So a result depends on its row and its matrix
+alone, not on the place of its group in the sequence.
 """
 
 import dataclasses
@@ -97,14 +97,14 @@ class Tiling:
     Attributes:
       dtype: Type of the weights.
       depth: Inputs per tile.
-      groups: Groups of rows, 1 for rows that all have one layer.
-      has_used: Whether some groups may not be in use.
+      has_groups: Whether rows come in groups, each with its own matrix.
+      groups: Number of groups; 1 if all rows have one layer.
       rows: Rows of a group, rounded up to a multiple of eight.
       num_rows: `rows`, or the number of rows if that is less than eight.
-      starts: Index of each weight array's first group of 64 columns, then the number of groups.
+      starts: Index of each weight array's first 64 columns, in units of 64, then their number.
       steps: Tiles along the inputs.
       own_steps: Tiles along the inputs per thread block with dequantized weights, at most.
-      unit: Tiles along the inputs that one thread block adds up, with groups of rows.
+      unit: Tiles along the inputs that one thread block adds up with groups of rows; otherwise 1.
       programs: Thread blocks that share all tiles with split rows.
       stages: Tiles in shared memory.
       has_norm: Whether the input goes through a norm.
@@ -112,8 +112,8 @@ class Tiling:
 
     dtype: Any
     depth: int
+    has_groups: bool
     groups: int
-    has_used: bool
     rows: int
     num_rows: int
     starts: tuple[int, ...]
@@ -144,7 +144,7 @@ class Tiling:
     @property
     def parts(self) -> int:
         """Most parts of the sums of 64 columns."""
-        if self.has_used:
+        if self.has_groups:
             return self.steps // self.unit
         if self.has_digits:
             return max(self.counts)
@@ -226,17 +226,15 @@ class _Program:
           tiling: The static sizes.
           x: Rows.
           matrix: Matrices of the groups.
-          arrays: The number of groups in use or the norm's scale if there is one, weights, results,
-            and with a norm the squares.
+          arrays: The number of groups in use if there are groups, the norm's scale if there is one,
+            weights, results, and with a norm the squares.
           scratch: Shared memory, described by `Tiling.scratch`.
         """
         self._tiling, self._x, self._matrix = tiling, x, matrix
-        if tiling.has_used:
-            used, *arrays = arrays
-        self._used = used[0] if tiling.has_used else 1
         self._own = types.SimpleNamespace(**scratch)
         every: tuple[Any, ...] = tuple(arrays) if tiling.has_norm else (None, *arrays, None)
         self._scale, *others, self._squares = every
+        self._used = others.pop(0)[0] if tiling.has_groups else 1
         count = len(tiling.starts) - 1
         self._sources, self._targets = others[:count], others[count:]
         # The target of copies of rows.
@@ -256,7 +254,7 @@ class _Program:
 
     def _group_of(self, tile: Any) -> tuple[Any, Any]:
         """Returns the group of rows that columns belong to, and the columns within the group."""
-        if not self._tiling.has_used:
+        if not self._tiling.has_groups:
             return 0, tile
         count = self._tiling.starts[-1]
         return jax.lax.div(tile, count), jax.lax.rem(tile, count)
@@ -286,8 +284,8 @@ class _Program:
             inputs = pl.ds(start, tiling.depth)
             target = self._rows.at[slot]
             group, tile = self._group_of(tile)
-            matrix = self._matrix[group] if tiling.has_used else self._layer
-            rows = self._x.at[self._rows_of(group)] if tiling.has_used else self._x
+            matrix = self._matrix[group] if tiling.has_groups else self._layer
+            rows = self._x.at[self._rows_of(group)]
             for piece in range(0, tiling.depth, tiling.piece):
                 source, where = pl.ds(start + piece, tiling.piece), pl.ds(piece, tiling.piece)
                 whole = tiling.piece == tiling.depth
@@ -353,20 +351,20 @@ class _DigitsProgram(_Program):
             left = own.weights.at[slot, :, part]
             total = operand_split.add_line(total, left, *rows)
         tile, place = self._place_of(index)
-        if tiling.has_used:
+        if tiling.has_groups:
             is_last = jax.lax.rem(place, tiling.unit) == tiling.unit - 1
-            part = jax.lax.div(place, tiling.unit)
         else:
             is_last = (place == tiling.steps - 1) | (index == self._count - 1)
-            part = None
         # A thread block that shares the first columns starts with them: `found` is complete.
-        pl.when(is_last)(functools.partial(self._finish, total, found, tile, part))
+        pl.when(is_last)(functools.partial(self._finish, total, found, tile, place))
         return jnp.where(is_last, ops.full(total.shape, 0.0), total), found
 
-    def _finish(self, products: Any, found: Any, tile: Any, part: Any) -> None:
+    def _finish(self, products: Any, found: Any, tile: Any, place: Any) -> None:
         """Writes a part of the sums of some columns."""
         tiling, own = self._tiling, self._own
-        if part is None:
+        if tiling.has_groups:
+            part = jax.lax.div(place, tiling.unit)
+        else:
             part = self._program - tiling.program_of(tile * tiling.steps)
         plgpu.wait_smem_to_gmem(0)  # the previous columns' sums
         ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
@@ -471,8 +469,8 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
         tiling = Tiling(
             dtype=kernels[0].dtype,
             depth=depth,
+            has_groups=x.ndim == 3,
             groups=groups,
-            has_used=x.ndim == 3,
             rows=rows,
             num_rows=num_rows if num_rows < _LEAST_ROWS else rows,
             starts=tuple(starts),
@@ -497,15 +495,17 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
 
 
 def _unit(tiling: Tiling) -> int:
-    """Returns the tiles per unit that let the busiest thread block, and the sums, take least."""
-    if not tiling.has_used:
+    """Returns the tiles per unit with which groups of rows take the least time."""
+    if not tiling.has_groups:
         return 1
-    # Columns of all groups, and the cost of writing and reading a part of their sums, in tiles.
-    columns, of_part = tiling.groups * tiling.starts[-1], 8 * tiling.num_rows / tiling.depth
+    columns = tiling.groups * tiling.starts[-1]
+    # Writing and reading 64 float32 sums of each row, relative to reading a tile of weights.
+    sums = 8 * tiling.num_rows / tiling.depth
 
     def cost(unit: int) -> float:
+        """Returns the tiles of the busiest thread block, plus its sums."""
         units = columns * (tiling.steps // unit)
-        return -(-units // tiling.programs) * unit + of_part * units / tiling.programs
+        return -(-units // tiling.programs) * unit + sums * units / tiling.programs
 
     return min((one for one in range(1, tiling.steps + 1) if tiling.steps % one == 0), key=cost)
 
@@ -557,10 +557,8 @@ def why_not_hopper_decode_matmul(
     if inputs % _LINE or any(width % _TILE for width in widths):
         both = f"{_LINE} inputs and {_TILE} columns"
         return f"it takes multiples of {both}, not {inputs} and {widths}"
-    # The rows of a group are always split.
-    return why_not_groups(
-        x, scale, most_rows=operand_split.MOST_ROWS if x.ndim == 3 else MOST_ROWS
-    )
+    # Rows of groups are always split.
+    return why_not_groups(x, scale, most_rows=operand_split.MOST_ROWS if x.ndim == 3 else MOST_ROWS)
 
 
 def hopper_decode_matmul_kernel(
@@ -577,7 +575,8 @@ def hopper_decode_matmul_kernel(
     """Computes `out_i` of the module.
 
     Args:
-      x: Rows `[B, D]` in bfloat16, at most `MOST_ROWS`; or groups `[G, R, D]` of at most eight rows.
+      x: Rows `[B, D]` in bfloat16, at most `MOST_ROWS`, or groups of rows `[G, R, D]`, at most
+        eight in each.
       kernels: Weights of all layers, all in float8_e4m3fn or all in int8; `D` is a multiple of 128
         and each `F` a multiple of 64.
       layer: The layer; for groups of rows, the matrix of each.
@@ -599,12 +598,9 @@ def hopper_decode_matmul_kernel(
     if reason is not None or weight_scales is None:
         raise ValueError(f"x and kernels must fit the kernel: {reason}")
     check_groups(x, layer)
-    shape = x.shape[:-1]
     tiling = tile(x, kernels, has_norm=scale is not None)
-    x, own_layer = x.reshape(-1, x.shape[-1]), layer
-    if isinstance(layer, Groups):
-        own_layer = layer.matrix
-    num_rows, num_inputs = x.shape
+    flat = x.reshape(-1, x.shape[-1])
+    num_rows, num_inputs = flat.shape
     rows = tiling.rows
     shapes: list[tuple[int, ...]] = [
         (tiling.parts, tiling.groups * tiling.num_rows, one.shape[1]) for one in kernels
@@ -623,20 +619,21 @@ def hopper_decode_matmul_kernel(
         kernel_name="linear",
     )
     if not tiling.has_digits:
-        x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
+        flat = jnp.pad(flat, ((0, rows - num_rows), (0, 0)))
     norm = [] if scale is None else [scale]
-    *found, last = kernel(x, *operands(layer), *norm, *kernels)
+    *found, last = kernel(flat, *operands(layer), *norm, *kernels)
     arrays, inverse = [*found, last], None
-    counts = tiling.counts if tiling.has_digits and not tiling.has_used else None
+    counts = tiling.counts if tiling.has_digits and not tiling.has_groups else None
     if scale is not None:
         arrays = found
         squares = _add_parts(last, counts and counts[:1] * rows)[:num_rows]
         inverse = jax.lax.rsqrt(squares / num_inputs + eps)
+    own_scales = layer.matrix if isinstance(layer, Groups) else layer
     results = []
     for index, one in enumerate(arrays):
         own = slice(*tiling.starts[index : index + 2])
         total = _add_parts(one, counts and np.repeat(counts[own], _TILE))[:num_rows]
-        total = total.reshape(*shape, -1) * weight_scales[index][own_layer][..., None, :]
+        total = total.reshape(*x.shape[:-1], -1) * weight_scales[index][own_scales][..., None, :]
         results.append(total if inverse is None else total * inverse[:, None])
     return results
 
