@@ -16,22 +16,32 @@ token gets does not depend on the other tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import EXPERTS, QUANTIZED
 from sketchwalk_jax.models.quantized import NO_GRADIENTS
+from sketchwalk_jax.pallas_kernels.config import GROUP_ROWS, KernelConfig
+from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul
+from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups as Matrices
+from sketchwalk_jax.pallas_kernels.expert_matmul.api import grouped_matmul, grouped_swiglu
 from sketchwalk_jax.precision import matmul_precision
 
 PyTree = Any
 NAMES = EXPERTS[1:]
-MOST_ROWS = 128
-"""Most pairs in a group."""
+FEW_PAIRS = 256
+"""Most pairs for the decode matmul kernels: with more, weights are read several times."""
+FEW_ROWS = 8
+"""Most pairs in a group for these kernels."""
+MOST_TOKENS = 2**15
+"""Most tokens of a long prompt that kernels multiply at a time, which bounds the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +91,19 @@ def route(
     return weights, experts
 
 
-def group_size(num_pairs: int, num_experts: int) -> int:
+def group_size(num_pairs: int, num_experts: int, *, has_kernels: bool = False) -> int:
     """Chooses R: the average number of pairs of an expert, rounded up to a power of two.
+
+    Kernels multiply groups of at most `FEW_ROWS` or of exactly `GROUP_ROWS` rows.
 
     Example:
       >>> [group_size(8 * tokens, 128) for tokens in (1, 100, 100_000)]
       [1, 8, 128]
     """
-    return min(MOST_ROWS, 1 << (-(-num_pairs // num_experts) - 1).bit_length())
+    if has_kernels and num_pairs > FEW_PAIRS:
+        return GROUP_ROWS
+    most = FEW_ROWS if has_kernels else GROUP_ROWS
+    return min(most, 1 << (-(-num_pairs // num_experts) - 1).bit_length())
 
 
 def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> Groups:
@@ -138,6 +153,7 @@ def mixture(
     layer: Int[Array, ""],
     *,
     model_config: ModelConfig,
+    kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes `y` of the module docstring.
 
@@ -147,34 +163,157 @@ def mixture(
       stacks: Parameters of all layers.
       layer: Index of the layer among those with experts.
       model_config: The model.
+      kernel_config: Settings of the kernels, or `None` for XLA.
     """
-    count, k = model_config.num_experts, model_config.experts_per_token
     rows = x.reshape(-1, x.shape[-1])
+    is_row = None if is_token is None else is_token.reshape(-1)
+    run = functools.partial(
+        _mix_rows,
+        stacks=stacks,
+        layer=layer,
+        model_config=model_config,
+        kernel_config=kernel_config,
+    )
+    least = 1 if kernel_config is None else -(-len(rows) // MOST_TOKENS)
+    parts = next(n for n in range(least, len(rows) + 1) if len(rows) % n == 0)
+    if parts == 1:
+        return run(rows, is_row).reshape(x.shape)
+    split = jax.tree.map(lambda one: one.reshape(parts, -1, *one.shape[1:]), (rows, is_row))
+    return jax.lax.map(lambda one: run(*one), split).reshape(x.shape)
+
+
+def _mix_rows(
+    rows: Float[Array, "T D"],
+    is_token: Bool[Array, "T"] | None,
+    *,
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    model_config: ModelConfig,
+    kernel_config: KernelConfig | None,
+) -> Float[Array, "T D"]:
+    """Computes `mixture` for rows, all at once."""
+    count, k = model_config.num_experts, model_config.experts_per_token
     router = jax.lax.dynamic_index_in_dim(stacks["router"]["kernel"], layer, keepdims=False)
     weights, experts = route(rows, router, model_config=model_config)
     if is_token is not None:
-        experts = jnp.where(is_token.reshape(-1, 1), experts, count)
-    pairs = experts.reshape(-1)
-    groups = group_pairs(pairs, num_experts=count, size=group_size(k * len(rows), count))
-    found = _sum_of_groups(rows, weights, {name: stacks[name] for name in NAMES}, layer, groups)
-    return found.astype(x.dtype).reshape(x.shape)
+        experts = jnp.where(is_token[:, None], experts, count)
+    size = group_size(k * len(rows), count, has_kernels=kernel_config is not None)
+    groups = group_pairs(experts.reshape(-1), num_experts=count, size=size)
+    own = {name: stacks[name] for name in NAMES}
+    return _sum_of_groups(kernel_config, rows, weights, own, layer, groups).astype(rows.dtype)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_groups(
+    kernel_config: KernelConfig | None,
     x: Float[Array, "T D"],
     weights: Float[Array, "T k"],
     stacks: Mapping[str, PyTree],
     layer: Int[Array, ""],
     groups: Groups,
 ) -> Float[Array, "T D"]:
-    """Adds up `w · y` of all pairs in float32, a token's experts in ascending order."""
+    """Adds up `w · y` of all pairs in float32; XLA adds a token's experts in ascending order."""
+    if kernel_config is not None:
+        found = _sum_with_kernels(kernel_config, x, weights, stacks, layer, groups)
+        if found is not None:
+            return found
 
     def add(index: Array, total: Array) -> Array:
         token, rows, own_weights, own = _take(index, x, weights, stacks, layer, groups)
         return total.at[token].add(_of_one_expert(rows, own_weights, own), mode="drop")
 
     return jax.lax.fori_loop(0, _count(groups), add, jnp.zeros_like(x, jnp.float32))
+
+
+def _sum_with_kernels(
+    kernel_config: KernelConfig,
+    x: Float[Array, "T D"],
+    weights: Float[Array, "T k"],
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    groups: Groups,
+) -> Float[Array, "T D"] | None:
+    """Computes `_sum_of_groups` with kernels, or returns `None` if there are none for the input."""
+    k = weights.shape[1]
+    rows = x.at[groups.pair // k].get(mode="fill", fill_value=0)
+    is_few = groups.pair.shape[1] <= FEW_ROWS
+    multiply = _multiply_few if is_few else _multiply_many
+    found = multiply(kernel_config, rows, stacks, layer, groups)
+    if found is None:
+        return None
+    # Groups that are not used are undefined, and no pair has its place there.
+    found = found.reshape(-1, found.shape[-1]).at[groups.place].get(mode="fill", fill_value=0)
+    found = found.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(weights[:, :, None] * found, axis=1)
+
+
+def _multiply_few(
+    kernel_config: KernelConfig,
+    rows: Float[Array, "G R D"],
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    groups: Groups,
+) -> Float[Array, "G R D"] | None:
+    """Runs the experts of few pairs; the kernel reads the weights of chosen experts in place."""
+    is_quantized = "quantized" in stacks[NAMES[0]]
+    kernel = choose_decode_matmul(are_quantized=is_quantized)
+    count = jax.tree.leaves(stacks)[0].shape[1]
+    matrices = Matrices(layer * count + groups.expert, groups.used)
+
+    def arguments(names: tuple[str, ...]) -> tuple[list[Array], dict[str, Any]]:
+        flat = [jax.tree.map(_join_stack, stacks[name]) for name in names]
+        if not is_quantized:
+            return [one["kernel"] for one in flat], {}
+        scales = [one["scales"] for one in flat]
+        return [one["quantized"] for one in flat], {"is_transposed": True, "weight_scales": scales}
+
+    wide, wide_options = arguments(NAMES[:2])
+    narrow, narrow_options = arguments(NAMES[2:])
+    width = narrow[0].shape[2 if is_quantized else 1]
+    like = jax.ShapeDtypeStruct((*rows.shape[:2], width), rows.dtype)
+    if kernel.why_not(rows, wide, None, **wide_options) or kernel.why_not(
+        like, narrow, None, **narrow_options
+    ):
+        return None
+    interpret = kernel_config.interpret
+    gate, up = kernel.multiply(rows, wide, matrices, interpret=interpret, **wide_options)
+    hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
+    return kernel.multiply(hidden, narrow, matrices, interpret=interpret, **narrow_options)[0]
+
+
+def _multiply_many(
+    kernel_config: KernelConfig,
+    rows: Float[Array, "G R D"],
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    groups: Groups,
+) -> Float[Array, "G R D"] | None:
+    """Runs the experts of a prompt; weights of eight bits are first dequantised, layer by layer."""
+    matrix = groups.expert
+    if "quantized" in stacks[NAMES[0]]:
+        gate, up, down = (_dequantize(stacks[name], layer, rows.dtype) for name in NAMES)
+    else:
+        gate, up, down = (_join_stack(stacks[name]["kernel"]) for name in NAMES)
+        matrix = matrix + layer * stacks[NAMES[0]]["kernel"].shape[1]
+    options: dict[str, Any] = {"kernel_config": kernel_config}
+    hidden = grouped_swiglu(rows, gate, up, matrix, groups.used, **options)
+    return None if hidden is None else grouped_matmul(hidden, down, matrix, groups.used, **options)
+
+
+def _join_stack(x: Array) -> Array:
+    """Joins the axes of layers and experts."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _dequantize(
+    stack: Mapping[str, Array], layer: Int[Array, ""], dtype: DTypeLike
+) -> Float[Array, "E D F"]:
+    """Returns the matrices of a layer's experts."""
+    quantized, scales = (
+        jax.lax.dynamic_index_in_dim(stack[name], layer, keepdims=False) for name in QUANTIZED
+    )
+    wide = quantized.astype(jnp.float32) * scales[..., None]
+    return jnp.swapaxes(wide, 1, 2).astype(dtype)
 
 
 def _count(groups: Groups) -> Int[Array, ""]:
@@ -221,12 +360,15 @@ def _multiply(rows: Float[Array, "R D"], own: Mapping[str, Array]) -> Float[Arra
     return (found.astype(jnp.float32) * scales[None]).astype(rows.dtype)
 
 
-def _sum_forward(*arguments: Any) -> tuple[Array, Any]:
-    return _sum_of_groups(*arguments), arguments
+def _sum_forward(kernel_config: KernelConfig | None, *arguments: Any) -> tuple[Array, Any]:
+    return _sum_of_groups(kernel_config, *arguments), arguments
 
 
-def _sum_backward(arguments: Any, gradient: Float[Array, "T D"]) -> tuple[Any, ...]:
+def _sum_backward(
+    kernel_config: KernelConfig | None, arguments: Any, gradient: Float[Array, "T D"]
+) -> tuple[Any, ...]:
     """Runs each expert again, and takes gradients group by group."""
+    del kernel_config
     x, weights, stacks, layer, groups = arguments
     if "quantized" in stacks[NAMES[0]]:
         raise NotImplementedError(NO_GRADIENTS)

@@ -14,6 +14,7 @@ from tolerances import tolerance
 import sketchwalk_jax as sw
 from sketchwalk_jax.models import quantize_params
 from sketchwalk_jax.models.experts import group_pairs, group_size, mixture
+from sketchwalk_jax.pallas_kernels.config import KernelConfig
 
 CONFIG = dataclasses.replace(
     MODEL,
@@ -25,7 +26,7 @@ CONFIG = dataclasses.replace(
     norm_topk_prob=True,
 )
 LAYER = 2
-run = jax.jit(mixture, static_argnames="model_config")
+run = jax.jit(mixture, static_argnames=("model_config", "kernel_config"))
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,23 @@ def test_a_model_with_experts_keeps_its_promises():
     out = run(weights, tokens, lengths=lengths).tokens
     alone = run(weights, tokens[1:, :37]).tokens
     np.testing.assert_array_equal(out[1:], alone)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", [None, "float8"])
+@pytest.mark.parametrize("num_tokens", [3, 150])
+def test_kernels_mix_as_xla_does(kind, num_tokens):
+    config = dataclasses.replace(CONFIG, hidden_size=128, expert_intermediate_size=128)
+    weights = params(jnp.bfloat16, config)
+    stacks = (weights if kind is None else quantize_params(weights, kind))["layers"]
+    x = jax.random.normal(jax.random.key(1), (1, num_tokens, 128), jnp.bfloat16)
+    is_token = jnp.arange(num_tokens)[None] != 1
+    here = {"kernel_config": KernelConfig(interpret=True), "model_config": config}
+    found = run(x, is_token, stacks, jnp.int32(LAYER), **here).astype(jnp.float32)
+    assert not np.any(found[:, 1])
+    wide = jax.tree.map(
+        lambda one: one.astype(jnp.float32) if one.dtype == jnp.bfloat16 else one, (x, stacks)
+    )
+    exact = run(wide[0], is_token, wide[1], jnp.int32(LAYER), model_config=config)
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert 0 < error < tolerance("kernel", jnp.bfloat16)["atol"]
