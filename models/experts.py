@@ -138,6 +138,7 @@ def mixture(
     layer: Int[Array, ""],
     *,
     model_config: ModelConfig,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes `y` of the module docstring.
 
@@ -147,6 +148,8 @@ def mixture(
       stacks: Parameters of all layers.
       layer: Index of the layer among those with experts.
       model_config: The model.
+      axis_name: Under `shard_map`, the mesh axis whose ranks share the width M of each expert; they
+        sum their results in float32. `None` if this rank has whole experts.
     """
     count, k = model_config.num_experts, model_config.experts_per_token
     rows = x.reshape(-1, x.shape[-1])
@@ -157,6 +160,8 @@ def mixture(
     pairs = experts.reshape(-1)
     groups = group_pairs(pairs, num_experts=count, size=group_size(k * len(rows), count))
     found = _sum_of_groups(rows, weights, {name: stacks[name] for name in NAMES}, layer, groups)
+    if axis_name is not None:
+        found = jax.lax.psum(found, axis_name)
     return found.astype(x.dtype).reshape(x.shape)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import math
 import re
@@ -42,7 +43,8 @@ from sketchwalk_jax.inference import generation, steps
 from sketchwalk_jax.inference.cache import sparse_layers
 from sketchwalk_jax.inference.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
-from sketchwalk_jax.models.params import flatten_params, param_shapes
+from sketchwalk_jax.models.experts import mixture
+from sketchwalk_jax.models.params import EXPERTS, flatten_params, param_shapes
 from sketchwalk_jax.models.quantized import gate_plainly
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.transformer import rms_norm
@@ -76,6 +78,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 SIZE = 16
 MESH_MODEL = dataclasses.replace(MODEL, num_layers=3, num_heads=8, num_kv_heads=4)
+# One of three layers has an ordinary mlp.
+MESH_EXPERTS = dataclasses.replace(
+    MESH_MODEL,
+    num_experts=6,
+    experts_per_token=2,
+    expert_intermediate_size=16,
+    norm_topk_prob=True,
+    dense_mlp_layers=(1,),
+)
 _SPARSE: dict[str, Any] = {"block_size": SIZE, "dense_layers": 1}
 _SKETCH = _SPARSE | {"sketch_dim": 8, "density": 0.4}
 POLICIES: dict[str, Policy] = {
@@ -223,14 +234,17 @@ def check_lists(names: list[str], axes: dict[str, int], dtype: str = "float32") 
 # Whole models.
 
 
-def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
+def check_model(
+    names: list[str], axes: dict[str, int], *, has_experts: bool = False, **options: Any
+) -> None:
     """Checks that a mesh gives one device's logits, lists and tokens, drawn and streamed too."""
-    where = placement(**axes)
-    plain = params(model=MESH_MODEL)
+    model = MESH_EXPERTS if has_experts else MESH_MODEL
+    where = placement(model, **axes)
+    plain = params(model=model)
     spread = jax.device_put(plain, where.params)
     tokens, lengths = prompts(*_LENGTHS)
     for name in names:
-        common: dict[str, Any] = {"model_config": MESH_MODEL, "policy": POLICIES[name]}
+        common: dict[str, Any] = {"model_config": model, "policy": POLICIES[name]}
         common |= {"lengths": lengths, **options}
         logits = [sw.forward(x, tokens, **common) for x in (plain, spread)]
         _assert_close(*logits)
@@ -317,6 +331,36 @@ def check_products(axes: dict[str, int]) -> None:
             np.testing.assert_allclose(one, other, **tolerance("logits"), err_msg=str(names))
 
 
+def check_mixture(axes: dict[str, int]) -> None:
+    """Checks that ranks share tokens and experts of prompts and tokens, also for gradients."""
+    where, c, layer = placement(MESH_EXPERTS, **axes), MESH_EXPERTS, jnp.ones((), jnp.int32)
+    drawn = params(model=c)
+    for weights, width in itertools.product((None, "float8", "int8"), (32, 1)):
+        tree = drawn if weights is None else quantize_params(drawn, weights)
+        stacks = {name: tree["layers"][name] for name in EXPERTS}
+        x = jax.random.normal(jax.random.key(1), (4, width, c.hidden_size))
+        is_token = jnp.arange(width)[None] < jnp.array([32, 20, 1, 0])[:, None]
+
+        def run(mix: Any, x: Any, stacks: Any, is_token: Any = is_token) -> Any:
+            out = mix(x, is_token, stacks, layer)
+            return jnp.sum(jnp.sin(out)), out
+
+        mixes = (
+            functools.partial(mixture, model_config=c),
+            functools.partial(sharding.mixture_on_ranks, placement=where),
+        )
+        found = []
+        for mix in mixes:
+            own = functools.partial(run, mix)
+            own = own if weights else jax.value_and_grad(own, (0, 1), has_aux=True)
+            found.append(jax.jit(own)(x, stacks))
+        for one, many in zip(*map(jax.tree.leaves, found), strict=True):
+            np.testing.assert_allclose(one, many, rtol=1e-5, atol=1e-4)
+            assert_ranks_agree(many)
+        out = found[1][1] if weights else found[1][0][1]
+        assert not np.any(out[~is_token]) and np.all(np.any(out[is_token], axis=-1))
+
+
 def check_gated_rows(axes: dict[str, int]) -> None:
     """Checks that each rank applies SwiGLU to its own rows, with plain JAX for the kernel."""
     where, asked = placement(**axes), list[tuple[int, ...]]()
@@ -361,9 +405,10 @@ def collectives(text: str) -> list[tuple[str, int]]:
     return found
 
 
-def check_bytes(names: list[str], axes: dict[str, int]) -> None:
+def check_bytes(names: list[str], axes: dict[str, int], *, has_experts: bool = False) -> None:
     """Checks that programs send what `sharding` says, and nothing else of size."""
-    where, c = placement(**axes), MESH_MODEL
+    c = MESH_EXPERTS if has_experts else MESH_MODEL
+    where = placement(c, **axes)
     spread = jax.device_put(params(model=c), where.params)
     batch, capacity, numbers = 4, 128, jnp.ones((4,), jnp.int32)
     for name in names:
@@ -401,7 +446,8 @@ def _sent(
     ranges = 1 + (0 < sparse < c.num_layers)  # a loop over layers for each range
     reduced, gathered = [], []
     if tensor > 1:
-        reduced += [own * columns * c.hidden_size] * (2 * ranges + 1)  # with embeddings
+        kinds = 1 + bool(c.mlp_layers) + bool(c.expert_layers)  # attention, mlp, experts
+        reduced += [own * columns * c.hidden_size] * (kinds * ranges + 1)  # with embeddings
         gathered += [own * c.vocab_size]  # logits
     if sequence > 1 and is_token:
         reduced += [own * heads * c.head_dim, own * heads, own * heads] * ranges
