@@ -223,7 +223,7 @@ def _multiply(rows: Float[Array, "R D"], own: Mapping[str, Array]) -> Float[Arra
         return jnp.einsum("rd,df->rf", rows, own["kernel"], precision=precision)
     quantized, scales = (own[name] for name in QUANTIZED)
     found = jnp.einsum("rd,fd->rf", rows, quantized.astype(rows.dtype), precision=precision)
-    return (found.astype(jnp.float32) * scales).astype(rows.dtype)
+    return (found.astype(jnp.float32) * scales[None]).astype(rows.dtype)
 
 
 def _sum_forward(*arguments: Any) -> tuple[Array, Any]:
