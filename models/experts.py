@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import EXPERTS, QUANTIZED
 from sketchwalk_jax.models.quantized import NO_GRADIENTS
@@ -159,7 +160,8 @@ def mixture(
         experts = jnp.where(is_token.reshape(-1, 1), experts, count)
     pairs = experts.reshape(-1)
     groups = group_pairs(pairs, num_experts=count, size=group_size(k * len(rows), count))
-    found = _sum_of_groups(rows, weights, {name: stacks[name] for name in NAMES}, layer, groups)
+    own = {name: stacks[name] for name in NAMES}
+    found = _sum_of_groups(*vary_alike(rows, weights, own, layer, groups))
     if axis_name is not None:
         found = jax.lax.psum(found, axis_name)
     return found.astype(x.dtype).reshape(x.shape)
