@@ -717,14 +717,14 @@ def _shared_walk_case() -> Case:
     return run, 1, (state, jnp.asarray(np.random.default_rng(2).standard_normal((2, 40, 32)), "f"))
 
 
-def _model_cases(policy: Policy) -> list[Case]:
-    common: dict[str, Any] = {"model_config": MODEL, "policy": policy}
+def _model_cases(policy: Policy, model: ModelConfig = MODEL) -> list[Case]:
+    common: dict[str, Any] = {"model_config": model, "policy": policy}
 
     def forward(weights: Any, tokens: Any) -> jax.Array:
         return sw.forward(weights, tokens, chunk_size=32, **common)
 
     def steps(weights: Any, tokens: Any) -> jax.Array:
-        cache = sw.init_cache(MODEL, policy, batch=len(tokens), max_tokens=64)
+        cache = sw.init_cache(model, policy, batch=len(tokens), max_tokens=64)
         _, cache = sw.prefill(weights, tokens, cache, **common)
         return sw.decode_step(weights, tokens[:, 0], cache, **common)[0]
 
@@ -733,7 +733,7 @@ def _model_cases(policy: Policy) -> list[Case]:
         call = common | {"max_new_tokens": 3, "sampling": draws}
         return sw.generate(weights, tokens, **call).tokens
 
-    weights, tokens = params(), jnp.asarray(prompts(40, 40)[0])
+    weights, tokens = params(model=model), jnp.asarray(prompts(40, 40)[0])
     cold = jnp.full((2,), 0.01)
     return [
         (forward, 1, (weights, tokens)),
@@ -784,7 +784,9 @@ def check_inside_shard_map(name: str, *, has_models: bool) -> None:
     """Checks that functions and gradients are the same inside a caller's `shard_map`."""
     policy = POLICIES[name]
     cases = [*_attention_cases(policy), _own_layer_case(policy)]
-    for case in cases + (_model_cases(policy) if has_models else []):
+    if has_models:
+        cases += [*_model_cases(policy), *_model_cases(policy, tiny.EXPERTS)[:2]]
+    for case in cases:
         for check_vma in (True, False):
             _assert_same(case, _inside(case, check_vma=check_vma), case[2])
 
@@ -795,7 +797,8 @@ def check_types_inside_shard_map() -> None:
     (cached, scanned), (*_, generate) = _attention_cases(policy), _model_cases(policy)
     for case in (generate, _shared_walk_case()):
         jax.eval_shape(_inside(case), *case[2])
-    jax.make_jaxpr(_with_gradient(_inside(scanned)))(*scanned[2])
+    for case in (scanned, _model_cases(policy, tiny.EXPERTS)[0]):
+        jax.make_jaxpr(_with_gradient(_inside(case)))(*case[2])
 
     def started(query: Any, key: Any, value: Any) -> jax.Array:
         walk = sw.init_walk(*query.shape[:2], policy=policy)

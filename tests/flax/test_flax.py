@@ -31,6 +31,7 @@ FAMILIES = {
         tiny.MODEL, model_type="qwen2", qkv_bias=True, tie_word_embeddings=True
     ),
     "qwen3": dataclasses.replace(tiny.MODEL, model_type="qwen3", qk_norm=True),
+    "qwen3_moe": tiny.EXPERTS,
 }
 
 
@@ -47,7 +48,7 @@ def _linen(params, model_config, *args, method="__call__", **options):
 
 both = pytest.mark.parametrize("call", [_nnx, _linen], ids=["nnx", "linen"])
 families = pytest.mark.parametrize(
-    "family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"]
+    "family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", "qwen3_moe"]
 )
 
 
