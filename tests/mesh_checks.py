@@ -326,10 +326,9 @@ def check_products(axes: dict[str, int]) -> None:
 def check_mixture(axes: dict[str, int]) -> None:
     """Checks that ranks share tokens and experts of prompts and tokens, also for gradients."""
     where, c, layer = placement(MESH_EXPERTS, **axes), MESH_EXPERTS, jnp.ones((), jnp.int32)
-    drawn = params(model=c)
+    plain = {name: params(model=c)["layers"][name] for name in EXPERTS}
     for weights, width in ((None, 32), ("int8", 1)):
-        tree = drawn if weights is None else quantize_params(drawn, weights)
-        stacks = {name: tree["layers"][name] for name in EXPERTS}
+        stacks = quantize_params({"layers": plain}, weights)["layers"] if weights else plain
         x = jax.random.normal(jax.random.key(1), (4, width, c.hidden_size))
         is_token = jnp.arange(width)[None] < jnp.array([32, 20, 1, 0])[:, None]
 
