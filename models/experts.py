@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import EXPERTS, QUANTIZED
 from sketchwalk_jax.models.quantized import NO_GRADIENTS
@@ -154,6 +155,7 @@ def mixture(
     *,
     model_config: ModelConfig,
     kernel_config: KernelConfig | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes `y` of the module docstring.
 
@@ -164,6 +166,8 @@ def mixture(
       layer: Index of the layer among those with experts.
       model_config: The model.
       kernel_config: Settings of the kernels, or `None` for XLA.
+      axis_name: Under `shard_map`, the mesh axis whose ranks share the width M of each expert; they
+        sum their results in float32. `None` if this rank has whole experts.
     """
     rows = x.reshape(-1, x.shape[-1])
     is_row = None if is_token is None else is_token.reshape(-1)
@@ -173,6 +177,7 @@ def mixture(
         layer=layer,
         model_config=model_config,
         kernel_config=kernel_config,
+        axis_name=axis_name,
     )
     least = 1 if kernel_config is None else -(-len(rows) // MOST_TOKENS)
     parts = next(n for n in range(least, len(rows) + 1) if len(rows) % n == 0)
@@ -190,6 +195,7 @@ def _mix_rows(
     layer: Int[Array, ""],
     model_config: ModelConfig,
     kernel_config: KernelConfig | None,
+    axis_name: str | None,
 ) -> Float[Array, "T D"]:
     """Computes `mixture` for rows, all at once."""
     count, k = model_config.num_experts, model_config.experts_per_token
@@ -200,7 +206,10 @@ def _mix_rows(
     size = group_size(k * len(rows), count, has_kernels=kernel_config is not None)
     groups = group_pairs(experts.reshape(-1), num_experts=count, size=size)
     own = {name: stacks[name] for name in NAMES}
-    return _sum_of_groups(kernel_config, rows, weights, own, layer, groups).astype(rows.dtype)
+    found = _sum_of_groups(kernel_config, *vary_alike(rows, weights, own, layer, groups))
+    if axis_name is not None:
+        found = jax.lax.psum(found, axis_name)
+    return found.astype(rows.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -153,7 +153,7 @@ def param_shapes(
         "mlp_norm": {"scale": (num_layers, width)},
     }
     if c.mlp_layers:
-        stack = (len(c.mlp_layers),)
+        stack: tuple[int, ...] = (len(c.mlp_layers),)
         layers |= {
             "gate": linear((width,), (mlp,), c.mlp_bias, stack),
             "up": linear((width,), (mlp,), c.mlp_bias, stack),

@@ -29,7 +29,7 @@ PyTree = Any
 Attend = Callable[[Array, Array, Array, Array, PyTree], tuple[Array, PyTree, PyTree]]
 # `linear_of_rows` with the kernel's configuration bound.
 Multiply = Callable[..., list[Array] | None]
-# `mixture` with its options bound: (x [B T D], is_token [B T], stacks, layer) -> [B T D].
+# `mixture` with options bound.
 Mix = Callable[..., Array]
 
 
@@ -377,7 +377,7 @@ def run_layers(
     swiglu_quantize: SwigluQuantize | None = None,
     widths: Widths | None = None,
     is_token: Bool[Array, "B T"] | None = None,
-    mix: Mix | None = None,
+    mix: Mix = mixture,
 ) -> tuple[Float[Array, "B T D"], PyTree, list[PyTree]]:
     """Runs the layers, one `jax.lax.scan` over each range of them.
 
@@ -393,7 +393,7 @@ def run_layers(
      swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for XLA.
      widths: Columns to compute, or `None` for all at once.
      is_token: Whether a column is a token, or `None` for all. Only tokens choose experts.
-     mix: `mixture` with its options, or `None` for XLA's.
+     mix: `mixture`, with options bound.
 
     Returns:
      The hidden state, the state, and for each range its `aux`, stacked over its layers.
@@ -423,10 +423,8 @@ def run_layers(
             slot, index, found = at[:, layer]
             dense = take(of_mlp, jnp.minimum(slot, len(model_config.mlp_layers) - 1)), found == 1
             index = jnp.minimum(index, len(model_config.expert_layers) - 1)
-        run = functools.partial(mixture, model_config=model_config) if mix is None else mix
-        return dataclasses.replace(
-            weights, mix=functools.partial(run, stacks=of_experts, layer=index), dense=dense
-        )
+        own = {"stacks": of_experts, "layer": index, "model_config": model_config}
+        return dataclasses.replace(weights, mix=functools.partial(mix, **own), dense=dense)
 
     def before(weights: LayerWeights, hidden: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
         """Queries, keys and values of tokens."""

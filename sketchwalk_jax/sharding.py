@@ -3,13 +3,14 @@
 A mesh has up to three axes. Any of them may be missing or have size 1:
 
 * `data`: the sequences of a batch. Ranks exchange only a few numbers per sequence.
-* `tensor`: heads, columns of the mlp, and the vocabulary.
+* `tensor`: heads, columns of the mlp and of each expert, and the vocabulary.
 * `sequence`: rows (query blocks) of a prompt, and blocks of the cache.
 
 **Traffic over `tensor`.** Let a rank have `B` sequences and `T` new tokens of each (1 in decode).
 In one layer, in addition to a few numbers per sequence, each rank receives
 
-* for the dense algebra: twice the sum over ranks of hidden states, `B · T · D` numbers;
+* for the dense algebra: twice the sum over ranks of hidden states, `B · T · D` numbers, which are
+  float32 for a mixture of experts;
 * for policies that need all heads (`SketchWalkConfig`, `released`, and any policy without support
   for meshes): queries and keys, `B · T · (N + K) · H` numbers;
 * for `recommended`, before lists are made: float32 scores of `I` rows and `J` blocks. On XLA they
@@ -44,8 +45,10 @@ tokens whose logits are returned. It gathers the logits from which tokens are dr
 
 XLA partitions the dense algebra by the shardings of the parameters. The cache, selection and
 attention of a layer run under `jax.shard_map`, where each rank has its own heads and sequences
-(`exchange`). Functions that take parameters find the mesh from them
-(`placement_of`), also under your own `jit`. So calls look the same on one device and on many:
+(`exchange`). So does a mixture of experts: each rank has its own tokens, and a part of the width of
+every expert. All ranks of `tensor` choose the same experts, since each one has the whole router.
+Functions that take parameters find the mesh from them (`placement_of`), also under your own `jit`.
+So calls look the same on one device and on many:
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     placement = place(mesh, ModelConfig.from_pretrained("Llama-3.1-8B"))
@@ -55,17 +58,18 @@ attention of a layer run under `jax.shard_map`, where each rank has its own head
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, DTypeLike, Float, Int, Num
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Num
 
 from sketchwalk_jax.models.config import ModelConfig, check_model_config
+from sketchwalk_jax.models.experts import mixture
 from sketchwalk_jax.models.params import Params, flatten_params, param_shapes, unflatten_params
-from sketchwalk_jax.models.transformer import embed, linear_of_rows
+from sketchwalk_jax.models.transformer import Mix, embed, linear_of_rows
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, why_not_swiglu_quantize
 from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul, swiglu_quantize
 from sketchwalk_jax.policies.base import LayerShape, Policy
@@ -92,6 +96,14 @@ _SPREAD: dict[tuple[str, ...], int] = {
         for name in ("out", "down")
         for part, axis in (("kernel", 1), ("quantized", 2))
     },
+    # The width of each expert; experts have an axis more.
+    **{
+        (name, part): axis
+        for name in ("expert_gate", "expert_up")
+        for part, axis in (("kernel", 3), ("quantized", 2), ("scales", 2))
+    },
+    ("expert_down", "kernel"): 2,
+    ("expert_down", "quantized"): 3,
 }
 _INPUTS_SPREAD = {"out", "down"}
 
@@ -126,8 +138,7 @@ class Placement:
                 f"{len(self.mesh.axis_names)}), got {self.mesh.axis_types}"
             )
         ranks, c = self.size("tensor"), self.model_config
-        sizes = {"num_heads": c.num_heads, "intermediate_size": c.intermediate_size}
-        problems = [f"{name} {size}" for name, size in sizes.items() if size % ranks]
+        problems = [f"{name} {size}" for name, size in _shared_sizes(c).items() if size % ranks]
         if c.num_kv_heads % ranks and ranks % c.num_kv_heads:
             problems.append(f"num_kv_heads {c.num_kv_heads} (or be a multiple of it)")
         if problems:
@@ -160,7 +171,7 @@ class Placement:
 
     # Shardings.
 
-    def __call__(self, path: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
+    def __call__(self, path: tuple[str, ...], shape: jax.ShapeDtypeStruct | Array) -> NamedSharding:
         """Returns the sharding of a parameter, for `load`.
 
         Args:
@@ -254,6 +265,13 @@ class Placement:
 
     # Sizes and checks.
 
+    def dividing(self, shape: tuple[int, ...]) -> list[str | None]:
+        """Returns the mesh axes that divide sequences and tokens of an array `[B, T]`."""
+        return [
+            axis if size % self.size(axis) == 0 else None
+            for axis, size in zip(("data", "sequence"), shape, strict=True)
+        ]
+
     def layer_shape(self, policy: Policy, dtype: DTypeLike = jnp.float32) -> LayerShape:
         """Returns the sizes for which a policy allocates its statistics."""
         c = self.model_config
@@ -313,9 +331,10 @@ def place(mesh: Mesh | AbstractMesh, model_config: ModelConfig) -> Placement:
     """Decides the placement of a model's parameters, cache, statistics and tokens on a mesh.
 
     Over `tensor`, each rank has `N / tensor` query heads with their key/value heads, and a part of
-    the mlp's columns and of the vocabulary. If there are fewer key/value heads than ranks, each one
-    is replicated on `tensor / K` ranks, whose caches have one head each. So with more than `K`
-    ranks, attention gets faster but caches do not get smaller (`Placement.notes` says so). A
+    the mlp's columns and of the vocabulary. Of a mixture of experts, each rank has `M / tensor`
+    columns of every expert, and the whole router. If there are fewer key/value heads than ranks,
+    each one is replicated on `tensor / K` ranks, whose caches have one head each. So with more than
+    `K` ranks, attention gets faster but caches do not get smaller (`Placement.notes` says so). A
     vocabulary that is not divisible is replicated too.
 
     Over `data`, each rank has a part of the sequences. Over `sequence`, each rank has a part of the
@@ -428,10 +447,7 @@ def embed_tokens(
     if placement is None:
         return embed(params, tokens)
     table, ranks = params["embed"]["embedding"], placement.size("tensor")
-    axes = [
-        axis if size % placement.size(axis) == 0 else None
-        for axis, size in zip(("data", "sequence"), tokens.shape, strict=True)
-    ]
+    axes = placement.dividing(tokens.shape)
     if ranks == 1 or table.shape[0] % ranks:
         return constrain(embed(params, tokens), placement, *axes)
     by_token = placement.sharding(*axes).spec
@@ -568,6 +584,54 @@ def linear_on_ranks(
     )(x, list(weights.values()), layer, scale, weight_scales)
 
 
+def mixture_on_ranks(
+    x: Float[Array, "B T D"],
+    is_token: Bool[Array, "B T"] | None,
+    stacks: Mapping[str, Mapping[str, Num[Array, "L *rest"]]],
+    layer: Int[Array, ""],
+    *,
+    model_config: ModelConfig,
+    placement: Placement,
+    kernel_config: KernelConfig | None = None,
+) -> Float[Array, "B T D"]:
+    """`mixture`, where each rank has its own tokens and its part of the width M of all experts.
+
+    `data` and `sequence` spread sequences and tokens if they divide them. The ranks of `tensor` sum
+    their results in float32.
+
+    The arguments other than `placement` are those of `mixture`.
+    """
+    rows = placement.sharding(*placement.dividing(x.shape[:2])).spec
+    return jax.shard_map(
+        functools.partial(
+            mixture,
+            model_config=model_config,
+            kernel_config=kernel_config,
+            axis_name="tensor" if placement.size("tensor") > 1 else None,
+        ),
+        mesh=placement.mesh,
+        in_specs=(
+            rows,
+            rows,
+            {
+                name: {part: placement((name, part), one).spec for part, one in own.items()}
+                for name, own in stacks.items()
+            },
+            PartitionSpec(),
+        ),
+        out_specs=rows,
+        check_vma=False,
+    )(x, is_token, stacks, layer)
+
+
+def choose_mixture(placement: Placement | None, kernel_config: KernelConfig | None = None) -> Mix:
+    """Returns `mixture_on_ranks` for a mesh and `mixture` for one device, with kernels if given."""
+    options = {"kernel_config": kernel_config}
+    if placement is None:
+        return functools.partial(mixture, **options)
+    return functools.partial(mixture_on_ranks, placement=placement, **options)
+
+
 def gate_on_ranks(
     gate: Float[Array, "B T F"],
     up: Float[Array, "B T F"],
@@ -659,10 +723,18 @@ def _names(by_axis: dict[int, str | None]) -> list[str | None]:
 
 
 def _fits(ranks: int, model_config: ModelConfig) -> bool:
-    """Whether the number of ranks divides the heads and the mlp's columns."""
+    """Whether the number of ranks divides the heads and the columns of mlps and experts."""
     c = model_config
     by_kv = c.num_kv_heads % ranks == 0 or ranks % c.num_kv_heads == 0
-    return by_kv and c.num_heads % ranks == 0 and c.intermediate_size % ranks == 0
+    return by_kv and all(size % ranks == 0 for size in _shared_sizes(c).values())
+
+
+def _shared_sizes(model_config: ModelConfig) -> dict[str, int]:
+    """Sizes that the ranks of `tensor` share equally, by their names in the model."""
+    names = ["num_heads"]
+    names += ["intermediate_size"] if model_config.mlp_layers else []
+    names += ["expert_intermediate_size"] if model_config.expert_layers else []
+    return {name: getattr(model_config, name) for name in names}
 
 
 def whole_batch(batch: int, placement: Placement | None) -> int:

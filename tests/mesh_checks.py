@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from evaluation_samples import sample
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -42,7 +43,8 @@ from sketchwalk_jax.inference import generation, steps
 from sketchwalk_jax.inference.cache import sparse_layers
 from sketchwalk_jax.inference.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
-from sketchwalk_jax.models.params import flatten_params, param_shapes
+from sketchwalk_jax.models.experts import mixture
+from sketchwalk_jax.models.params import EXPERTS, flatten_params, param_shapes
 from sketchwalk_jax.models.quantized import gate_plainly
 from sketchwalk_jax.models.tensor_files import TensorFiles
 from sketchwalk_jax.models.transformer import rms_norm
@@ -76,6 +78,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 SIZE = 16
 MESH_MODEL = dataclasses.replace(MODEL, num_layers=3, num_heads=8, num_kv_heads=4)
+MESH_EXPERTS = dataclasses.replace(tiny.EXPERTS, num_layers=3, num_heads=8, num_kv_heads=4)
 _SPARSE: dict[str, Any] = {"block_size": SIZE, "dense_layers": 1}
 _SKETCH = _SPARSE | {"sketch_dim": 8, "density": 0.4}
 POLICIES: dict[str, Policy] = {
@@ -223,14 +226,17 @@ def check_lists(names: list[str], axes: dict[str, int], dtype: str = "float32") 
 # Whole models.
 
 
-def check_model(names: list[str], axes: dict[str, int], **options: Any) -> None:
+def check_model(
+    names: list[str], axes: dict[str, int], *, has_experts: bool = False, **options: Any
+) -> None:
     """Checks that a mesh gives one device's logits, lists and tokens, drawn and streamed too."""
-    where = placement(**axes)
-    plain = params(model=MESH_MODEL)
+    model = MESH_EXPERTS if has_experts else MESH_MODEL
+    where = placement(model, **axes)
+    plain = params(model=model)
     spread = jax.device_put(plain, where.params)
     tokens, lengths = prompts(*_LENGTHS)
     for name in names:
-        common: dict[str, Any] = {"model_config": MESH_MODEL, "policy": POLICIES[name]}
+        common: dict[str, Any] = {"model_config": model, "policy": POLICIES[name]}
         common |= {"lengths": lengths, **options}
         logits = [sw.forward(x, tokens, **common) for x in (plain, spread)]
         _assert_close(*logits)
@@ -317,6 +323,37 @@ def check_products(axes: dict[str, int]) -> None:
             np.testing.assert_allclose(one, other, **tolerance("logits"), err_msg=str(names))
 
 
+def check_mixture(axes: dict[str, int]) -> None:
+    """Checks that ranks share tokens and experts of prompts and tokens, also for gradients."""
+    where, c, layer = placement(MESH_EXPERTS, **axes), MESH_EXPERTS, jnp.ones((), jnp.int32)
+    plain = {name: params(model=c)["layers"][name] for name in EXPERTS}
+    for weights, width in ((None, 32), ("int8", 1)):
+        stacks = quantize_params({"layers": plain}, weights)["layers"] if weights else plain
+        x = jax.random.normal(jax.random.key(1), (4, width, c.hidden_size))
+        is_token = jnp.arange(width)[None] < jnp.array([32, 20, 1, 0])[:, None]
+
+        def run(mix: Any, x: Any, stacks: Any, is_token: Any = is_token) -> Any:
+            out = mix(x, is_token, stacks, layer)
+            return jnp.sum(jnp.sin(out)), out
+
+        mixes = (
+            functools.partial(mixture, model_config=c),
+            functools.partial(
+                sharding.mixture_on_ranks, placement=where, model_config=where.model_config
+            ),
+        )
+        found = []
+        for mix in mixes:
+            own = functools.partial(run, mix)
+            own = own if weights else jax.value_and_grad(own, (0, 1), has_aux=True)
+            found.append(jax.jit(own)(x, stacks))
+        for one, many in zip(*map(jax.tree.leaves, found), strict=True):
+            np.testing.assert_allclose(one, many, rtol=1e-5, atol=1e-4)
+            assert_ranks_agree(many)
+        out = found[1][1] if weights else found[1][0][1]
+        assert not np.any(out[~is_token]) and np.all(np.any(out[is_token], axis=-1))
+
+
 def check_gated_rows(axes: dict[str, int]) -> None:
     """Checks that each rank applies SwiGLU to its own rows, with plain JAX for the kernel."""
     where, asked = placement(**axes), list[tuple[int, ...]]()
@@ -361,9 +398,10 @@ def collectives(text: str) -> list[tuple[str, int]]:
     return found
 
 
-def check_bytes(names: list[str], axes: dict[str, int]) -> None:
+def check_bytes(names: list[str], axes: dict[str, int], *, has_experts: bool = False) -> None:
     """Checks that programs send what `sharding` says, and nothing else of size."""
-    where, c = placement(**axes), MESH_MODEL
+    c = MESH_EXPERTS if has_experts else MESH_MODEL
+    where = placement(c, **axes)
     spread = jax.device_put(params(model=c), where.params)
     batch, capacity, numbers = 4, 128, jnp.ones((4,), jnp.int32)
     for name in names:
@@ -401,7 +439,8 @@ def _sent(
     ranges = 1 + (0 < sparse < c.num_layers)  # a loop over layers for each range
     reduced, gathered = [], []
     if tensor > 1:
-        reduced += [own * columns * c.hidden_size] * (2 * ranges + 1)  # with embeddings
+        kinds = 1 + bool(c.mlp_layers) + bool(c.expert_layers)  # attention, mlp, experts
+        reduced += [own * columns * c.hidden_size] * (kinds * ranges + 1)  # with embeddings
         gathered += [own * c.vocab_size]  # logits
     if sequence > 1 and is_token:
         reduced += [own * heads * c.head_dim, own * heads, own * heads] * ranges
@@ -679,14 +718,14 @@ def _shared_walk_case() -> Case:
     return run, 1, (state, jnp.asarray(np.random.default_rng(2).standard_normal((2, 40, 32)), "f"))
 
 
-def _model_cases(policy: Policy) -> list[Case]:
-    common: dict[str, Any] = {"model_config": MODEL, "policy": policy}
+def _model_cases(policy: Policy, model: ModelConfig = MODEL) -> list[Case]:
+    common: dict[str, Any] = {"model_config": model, "policy": policy}
 
     def forward(weights: Any, tokens: Any) -> jax.Array:
         return sw.forward(weights, tokens, chunk_size=32, **common)
 
     def steps(weights: Any, tokens: Any) -> jax.Array:
-        cache = sw.init_cache(MODEL, policy, batch=len(tokens), max_tokens=64)
+        cache = sw.init_cache(model, policy, batch=len(tokens), max_tokens=64)
         _, cache = sw.prefill(weights, tokens, cache, **common)
         return sw.decode_step(weights, tokens[:, 0], cache, **common)[0]
 
@@ -695,7 +734,7 @@ def _model_cases(policy: Policy) -> list[Case]:
         call = common | {"max_new_tokens": 3, "sampling": draws}
         return sw.generate(weights, tokens, **call).tokens
 
-    weights, tokens = params(), jnp.asarray(prompts(40, 40)[0])
+    weights, tokens = params(model=model), jnp.asarray(prompts(40, 40)[0])
     cold = jnp.full((2,), 0.01)
     return [
         (forward, 1, (weights, tokens)),
@@ -746,7 +785,9 @@ def check_inside_shard_map(name: str, *, has_models: bool) -> None:
     """Checks that functions and gradients are the same inside a caller's `shard_map`."""
     policy = POLICIES[name]
     cases = [*_attention_cases(policy), _own_layer_case(policy)]
-    for case in cases + (_model_cases(policy) if has_models else []):
+    if has_models:
+        cases += [*_model_cases(policy), *_model_cases(policy, tiny.EXPERTS)[:2]]
+    for case in cases:
         for check_vma in (True, False):
             _assert_same(case, _inside(case, check_vma=check_vma), case[2])
 
@@ -757,7 +798,8 @@ def check_types_inside_shard_map() -> None:
     (cached, scanned), (*_, generate) = _attention_cases(policy), _model_cases(policy)
     for case in (generate, _shared_walk_case()):
         jax.eval_shape(_inside(case), *case[2])
-    jax.make_jaxpr(_with_gradient(_inside(scanned)))(*scanned[2])
+    for case in (scanned, _model_cases(policy, tiny.EXPERTS)[0]):
+        jax.make_jaxpr(_with_gradient(_inside(case)))(*case[2])
 
     def started(query: Any, key: Any, value: Any) -> jax.Array:
         walk = sw.init_walk(*query.shape[:2], policy=policy)

@@ -1,5 +1,6 @@
 """A tiny random model and ragged prompts, shared by the tests of inference and generation."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -26,6 +27,18 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     max_position_embeddings=512,
+)
+
+# Layer 1 has an ordinary mlp.
+EXPERTS = dataclasses.replace(
+    MODEL,
+    model_type="qwen3_moe",
+    qk_norm=True,
+    num_experts=6,
+    experts_per_token=2,
+    expert_intermediate_size=16,
+    norm_topk_prob=True,
+    dense_mlp_layers=(1,),
 )
 
 # With blocks of 16 tokens short prompts have many; three layers after a dense one walk.

@@ -24,6 +24,8 @@ import numpy as np  # noqa: E402
 import tiny  # noqa: E402
 
 import sketchwalk_jax as sw  # noqa: E402
+from sketchwalk_jax.models import experts  # noqa: E402
+from sketchwalk_jax.models.params import EXPERTS  # noqa: E402
 from sketchwalk_jax.policies import POLICIES, by_name  # noqa: E402
 
 
@@ -62,6 +64,21 @@ def decode_kernel(*arrays: Any) -> Any:
     return jax.jit(program)(*(jnp.zeros(x.shape, x.dtype) for x in shapes))
 
 
+def mixture() -> Any:
+    """Runs a mixture of experts and its gradients."""
+
+    def loss(x: Any, stacks: Any, is_token: Any) -> Any:
+        layer = jnp.ones((), jnp.int32)
+        out = experts.mixture(x, is_token, stacks, layer, model_config=tiny.EXPERTS)
+        return jnp.sum(jnp.sin(out)), out
+
+    drawn = tiny.params(model=tiny.EXPERTS)["layers"]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 20, 32)), jnp.float32)
+    stacks = {name: drawn[name] for name in EXPERTS}
+    is_token = jnp.arange(20)[None] < jnp.array([20, 11])[:, None]
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, stacks, is_token)
+
+
 def layers(policy: Any, query: Any, key: Any, value: Any) -> Any:
     """Runs two layers without a cache, then a prompt and a token with one."""
     walk = sw.init_walk(2, 40, policy=policy)
@@ -87,6 +104,7 @@ def main() -> None:
     """Makes all checks for the named policies, or for all."""
     check_attention()
     check("kernel", decode_kernel)
+    check("mixture", mixture)
     policies = {name: by_name(name, block_size=16) for name in POLICIES}
     policies["recommended"] = sw.SketchWalkConfig.recommended(
         block_size=16,

@@ -30,7 +30,7 @@ from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.sharding import on_every_rank, placement_of
+from sketchwalk_jax.sharding import choose_mixture, on_every_rank, placement_of
 from sketchwalk_jax.text.haystack import HELD_OUT, Text, read_text
 from sketchwalk_jax.validation import check_integer
 from sketchwalk_jax.walk import WalkState
@@ -214,6 +214,7 @@ def run_prompt(
         [one.init_walk(batch=1, num_rows=num_blocks, num_blocks=num_blocks) for one in policies],
         model_config=model_config,
         layers=[(range(model_config.num_layers), attend)],
+        mix=choose_mixture(placement_of(params, model_config)),
     )
     return hidden, found[0]
 

@@ -38,7 +38,13 @@ from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.transformer import Attend, run_layers
 from sketchwalk_jax.policies.base import LayerShape, Policy, Span
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.sharding import constrain, embed_tokens, on_every_rank, placement_of
+from sketchwalk_jax.sharding import (
+    choose_mixture,
+    constrain,
+    embed_tokens,
+    on_every_rank,
+    placement_of,
+)
 
 PyTree = Any
 
@@ -273,6 +279,8 @@ def _probe_layers(
         (cache, walk),
         model_config=settings.model_config,
         layers=attention_by_layer(make, settings),
+        is_token=span.valid,
+        mix=choose_mixture(placement),
     )
     sums = join_layers(found)[1]
     sums = _zeros(0, batch=batch) if sums is None else sums

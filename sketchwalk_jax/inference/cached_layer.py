@@ -27,6 +27,7 @@ from sketchwalk_jax.models.config import ModelConfig, check_model_config
 from sketchwalk_jax.models.quantized import SwigluQuantize
 from sketchwalk_jax.models.transformer import (
     Attend,
+    Mix,
     Multiply,
     linear_of_rows,
     sums_of_rows,
@@ -42,7 +43,7 @@ from sketchwalk_jax.pallas_kernels.dispatch import (
 from sketchwalk_jax.pallas_kernels.key_quantization.api import write_token
 from sketchwalk_jax.policies.base import Policy, Span, TokenWrite, check_policy, take_layer
 from sketchwalk_jax.selection import causal_pairs
-from sketchwalk_jax.sharding import Placement, gate_on_ranks, linear_on_ranks
+from sketchwalk_jax.sharding import Placement, choose_mixture, gate_on_ranks, linear_on_ranks
 
 PyTree = Any
 PHASES = ("both", "prefill", "decode")
@@ -125,6 +126,11 @@ class LayerSettings:
         return functools.partial(
             linear_on_ranks, placement=self.placement, kernel_config=kernel_config
         )
+
+    @property
+    def mix(self) -> Mix:
+        """The mixture of experts on these devices."""
+        return choose_mixture(self.placement, self._row_kernels("linear layers"))
 
     @property
     def swiglu_quantize(self) -> SwigluQuantize | None:

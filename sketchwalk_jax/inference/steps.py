@@ -138,6 +138,7 @@ def read_prompt(
             swiglu_quantize=settings.swiglu_quantize,
             widths=_widths(valid, settings),
             is_token=is_token,
+            mix=settings.mix,
         )
         pairs, selection = join_layers(found)
         if blocks is not None:
@@ -278,6 +279,7 @@ def decode_token(
         layers=attention_by_layer(make, settings),
         multiply=settings.multiply_rows,
         is_token=active[:, None],
+        mix=settings.mix,
     )
     pairs, selection = join_layers(found)
     is_counted = active.astype(jnp.int32)

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 from checkpoints import write_checkpoint
@@ -31,6 +32,7 @@ FAMILIES = {
         tiny.MODEL, model_type="qwen2", qkv_bias=True, tie_word_embeddings=True
     ),
     "qwen3": dataclasses.replace(tiny.MODEL, model_type="qwen3", qk_norm=True),
+    "qwen3_moe": tiny.EXPERTS,
 }
 
 
@@ -47,7 +49,7 @@ def _linen(params, model_config, *args, method="__call__", **options):
 
 both = pytest.mark.parametrize("call", [_nnx, _linen], ids=["nnx", "linen"])
 families = pytest.mark.parametrize(
-    "family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"]
+    "family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", "qwen3_moe"]
 )
 
 
@@ -166,6 +168,27 @@ def test_assigning_a_parameter_changes_the_logits():
     model.lm_head["kernel"].set_value(2.0 * model.lm_head["kernel"].get_value())
     expected = 2.0 * forward(tiny.params(), tokens, model_config=tiny.MODEL)
     np.testing.assert_allclose(model(tokens), expected, **tolerance("logits"))
+
+
+def test_a_gradient_step_of_a_module_with_experts_lowers_the_loss():
+    model = CausalLM.from_params(tiny.params(model=tiny.EXPERTS), tiny.EXPERTS)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.03), wrt=nnx.Param)
+    tokens = jnp.asarray(tiny.prompts(24)[0])
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                model(tokens)[:, :-1], tokens[:, 1:]
+            )
+            return losses.mean()
+
+        found, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return found
+
+    losses = [float(step(model, optimizer)) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
 
 
 def test_cost_of_the_module_does_not_grow_with_layers():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from tolerances import tolerance
 
 from sketchwalk_jax import Dense, Sampling, forward, init_cache, init_layer_cache
 from sketchwalk_jax.inference import generation
@@ -53,6 +54,15 @@ def test_states_come_back_from_an_exported_function():
     assert jax.tree.structure(found) == jax.tree.structure(given)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(given), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_model_with_experts_comes_back_from_an_export_for_two_platforms():
+    pytest.importorskip("flatbuffers", reason="jax.export writes with it")
+    given = tiny.params(model=tiny.EXPERTS), jnp.asarray(tiny.prompts(20)[0])
+    run = jax.jit(lambda params, tokens: forward(params, tokens, model_config=tiny.EXPERTS))
+    exported = jax.export.export(run, platforms=("cpu", "cuda"))
+    found = jax.export.deserialize(exported(*given).serialize()).call(*given)
+    np.testing.assert_allclose(found, run(*given), **tolerance("paths"))
 
 
 @pytest.mark.unchecked

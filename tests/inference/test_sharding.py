@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as spec
-from mesh_checks import MESH_MODEL, POLICIES, SIZE
+from mesh_checks import MESH_EXPERTS, MESH_MODEL, POLICIES, SIZE
 from tiny import prompts
 from variants import cpu_devices, slow_unless
 
 from sketchwalk_jax import generate, init_cache, load, sharding
 from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.inference.cached_layer import Settings
-from sketchwalk_jax.models.params import flatten_params, param_shapes
+from sketchwalk_jax.models.params import EXPERTS, flatten_params, param_shapes
 from sketchwalk_jax.policies.ranks import Blocks
 
 
@@ -45,6 +45,16 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would(axes, message):
         sharding.place(mesh(**axes), MESH_MODEL)
 
 
+def test_ranks_divide_the_width_of_experts_and_only_mlps_that_there_are():
+    model = dataclasses.replace(MESH_EXPERTS, intermediate_size=50, expert_intermediate_size=12)
+    with pytest.raises(ValueError, match=r"divide intermediate_size 50 and .* 12, .* of \[1, 2\]"):
+        sharding.place(mesh(tensor=8), model)
+    model = dataclasses.replace(model, dense_mlp_layers=())
+    with pytest.raises(ValueError, match=r"divide expert_intermediate_size 12, .* of \[1, 2, 4\]"):
+        sharding.place(mesh(tensor=8), model)
+    assert sharding.place(mesh(tensor=4), model).notes == ()
+
+
 def test_calls_that_a_mesh_cannot_share_are_refused():
     with pytest.raises(ValueError, match="axes of type Auto"):
         sharding.place(mesh(AxisType.Explicit, data=2), MESH_MODEL)
@@ -57,6 +67,15 @@ def test_calls_that_a_mesh_cannot_share_are_refused():
     where = sharding.place(mesh(data=4), MESH_MODEL)
     with pytest.raises(ValueError, match="3 sequences for 4 ranks; pad the batch to 4"):
         init_cache(MESH_MODEL, POLICIES["paper"], batch=3, max_tokens=64, sharding=where)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_ranks_share_the_width_of_every_expert(weights):
+    where, width = sharding.place(mesh(tensor=4), MESH_EXPERTS), 16
+    for path, shape in flatten_params(param_shapes(MESH_EXPERTS, weights=weights)).items():
+        if path[-2] in EXPERTS:
+            part = where(path, shape).shard_shape(shape.shape)
+            assert part == tuple(n // 4 if n == width else n for n in shape.shape), path
 
 
 def test_every_rank_has_its_share_of_the_parameters():
@@ -204,6 +223,7 @@ CHECKS = [
     call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_bytes", ["whole_blocks"], ALL),
     call("check_products", ALL),
+    call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
     call("check_types_inside_shard_map"),
     call("check_types_on_explicit_axes"),
@@ -225,12 +245,16 @@ LONG_CHECKS = [
     call("check_model", ["recommended"], {"sequence": 2, "tensor": 2}),
     call("check_model", ["paper"], {"sequence": 2, "tensor": 4}, chunk_size=48),
     call("check_model", ["quest"], {"data": 2, "sequence": 4}),
+    call("check_model", ["recommended"], ALL, chunk_size=64, has_experts=True),
     call("check_steps", "recommended", TWO),
     call("check_steps", "recommended", {"sequence": 4}),
     call("check_bytes", ["dense", "paper"], TWO),
     call("check_bytes", ["dense", "paper"], {"sequence": 4}),
     call("check_bytes", ["dense", "paper"], ALL),
+    call("check_bytes", ["dense"], ALL, has_experts=True),
     call("check_products", {"tensor": 8}),
+    call("check_mixture", {"data": 4, "sequence": 2}),
+    call("check_mixture", {"tensor": 8}),
     call("check_inside_shard_map", "recommended", has_models=True),
     call("check_inside_shard_map", "quest", has_models=False),
     call("check_types_of_policies", []),
@@ -258,14 +282,18 @@ def test_a_mesh_gives_what_one_device_gives(check, call):
 _CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
 
 
+# One of two layers has experts.
+_EXPERTS = _CHECKPOINT | {"moe_intermediate_size": 64, "mlp_only_layers": [0]}
+
+
 def test_ranks_read_their_share(check, tmp_path: Path):
-    write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT, num_shards=2)
+    write_checkpoint(tmp_path / "model", "qwen3_moe", **_EXPERTS, num_shards=2)
     check(call("check_loading", str(tmp_path / "model"), str(tmp_path / "saved")))
 
 
 @pytest.mark.parametrize("weights", slow_unless("float8".__eq__, ["float8", "int8"]))
 def test_ranks_quantise_what_one_device_would(weights, check, tmp_path: Path):
-    write_checkpoint(tmp_path / "model", "llama", **_CHECKPOINT)
+    write_checkpoint(tmp_path / "model", "qwen3_moe", **_EXPERTS)
     check(call("check_eight_bits", str(tmp_path / "model"), weights))
 
 

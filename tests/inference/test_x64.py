@@ -9,6 +9,10 @@ def test_the_kernel_of_a_token_with_64_bits():
     x64_checks.check("kernel", x64_checks.decode_kernel)
 
 
+def test_a_mixture_of_experts_with_64_bits():
+    x64_checks.check("mixture", x64_checks.mixture)
+
+
 @pytest.mark.slow
 @pytest.mark.interpreted
 def test_every_policy_in_a_process_with_the_flag(repository, run_python):
