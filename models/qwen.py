@@ -5,6 +5,7 @@ from typing import Any
 from sketchwalk_jax.models.family import KEYS as LLAMA_KEYS
 from sketchwalk_jax.models.family import (
     LAYER,
+    MAX_EXPERTS,
     Family,
     RawConfig,
     read_flag,
@@ -98,6 +99,11 @@ def read_qwen3_moe_fields(raw: RawConfig) -> dict[str, Any]:
     dense = tuple(x for x in layers if x in only or (x + 1) % step)
     if not num_experts or len(dense) == len(layers):
         return fields
+    if num_experts * len(layers) > MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts must be at most {MAX_EXPERTS} / num_hidden_layers {len(layers)}, got "
+            f"{num_experts}; correct config.json"
+        )
     return fields | {
         "num_experts": num_experts,
         "experts_per_token": read_integer(raw, "num_experts_per_tok", 8),
