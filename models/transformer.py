@@ -313,7 +313,7 @@ def first_columns(
     function: Callable[..., tuple[Array, ...]],
     updated: tuple[Float[Array, "B T ..."], ...],
     written: tuple[Float[Array, "B T ..."], ...],
-    *arrays: Float[Array, "B T ..."],
+    *arrays: Float[Array, "B T ..."] | Bool[Array, "B T"],
     widths: Widths,
 ) -> tuple[Float[Array, "B T ..."], ...]:
     """Applies a function of each token to the first columns.
