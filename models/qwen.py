@@ -90,7 +90,7 @@ def read_qwen3_moe_fields(raw: RawConfig) -> dict[str, Any]:
     given = {"num_experts": raw.get("num_local_experts"), **raw}
     num_experts = read_integer(given, "num_experts", 128, least=0)
     step = read_integer(raw, "decoder_sparse_step", 1)
-    only = raw.get("mlp_only_layers") or []
+    only = [] if raw.get("mlp_only_layers") is None else raw["mlp_only_layers"]
     if not isinstance(only, list | tuple) or not all(type(x) is int for x in only):
         raise ValueError(
             f"mlp_only_layers must be a list of layers, got {str(only)[:80]!r}; correct config.json"

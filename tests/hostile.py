@@ -177,7 +177,7 @@ def run_config(case: Case, rng: random.Random) -> None:
     from sketchwalk_jax.models import ModelConfig
     from sketchwalk_jax.models.rope import rope_frequencies
 
-    raw = checkpoints.tiny_config(rng.choice(["llama", "qwen2", "qwen3"]))
+    raw = checkpoints.tiny_config(rng.choice(["llama", "qwen2", "qwen3", "qwen3_moe"]))
     scaling = rng.choice(SCALINGS)
     name = rng.choice(["rope_scaling", "rope_parameters"])
     raw |= {name: scaling, "layer_types": ["full_attention"] * 2}
