@@ -113,7 +113,7 @@ def load(
 
     Args:
       directory: A local directory with `config.json` and safetensors files, single or sharded; or a
-        directory written by `save`; or a GGUF file of a Llama, Qwen2 or Qwen3; or a name such as
+        directory written by `save`; or a GGUF file of a supported family; or a name such as
         `"Qwen/Qwen3-0.6B"`. A name is downloaded once through huggingface_hub (configuration,
         tokenizer and safetensors only), unless a directory of that name exists.
       dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps the dtype of the
