@@ -153,11 +153,11 @@ def param_shapes(
         "mlp_norm": {"scale": (num_layers, width)},
     }
     if c.mlp_layers:
-        stack = (len(c.mlp_layers),)
+        dense = (len(c.mlp_layers),)
         layers |= {
-            "gate": linear((width,), (mlp,), c.mlp_bias, stack),
-            "up": linear((width,), (mlp,), c.mlp_bias, stack),
-            "down": linear((mlp,), (width,), c.mlp_bias, stack),
+            "gate": linear((width,), (mlp,), c.mlp_bias, dense),
+            "up": linear((width,), (mlp,), c.mlp_bias, dense),
+            "down": linear((mlp,), (width,), c.mlp_bias, dense),
         }
     if c.expert_layers:
         stack, own = (len(c.expert_layers), c.num_experts), c.expert_intermediate_size

@@ -543,13 +543,13 @@ def read_quantized(
     whole_rows = [*bounds[count:end], *[slice(0, size) for size in source.inputs]]
     cut = (*[slice(None)] * len(source.outputs), *bounds[end:])
     parts, all_scales = (x.reshape(-1, *x.shape[count:]) for x in (part, scales))
-    for index, name in enumerate(source.names_of(bounds[:count])):
+    for place, name in enumerate(source.names_of(bounds[:count])):
         for rows, block in _read_rows(files, source, name, whole_rows):
-            found, all_scales[index, rows] = quantize_rows(
+            found, all_scales[place, rows] = quantize_rows(
                 block, dtype, num_inputs=len(source.inputs), name=name
             )
-            parts[index, rows] = found[cut]
-        advance(parts[index].nbytes + all_scales[index].nbytes)
+            parts[place, rows] = found[cut]
+        advance(parts[place].nbytes + all_scales[place].nbytes)
     return part, scales
 
 
