@@ -16,8 +16,8 @@ Programs are compiled in parallel, some at a time, and then timed one after anot
 
 Every row has a floor, the least possible time. For a decoded token it is the bytes that must be
 read (the weights, one row of the input embedding, the attended keys and values, the statistics)
-over this GPU's copy rate. Of experts, only those count that the sequences choose. For a prompt it is
-the arithmetic of the linear layers and of the attended pairs over the rate of a large matmul.
+over this GPU's copy rate. Of experts, only those count that the sequences choose. For a prompt it
+is the arithmetic of the linear layers and of the attended pairs over the rate of a large matmul.
 `parts_ms` is the time of the GPU's kernels by part, from a trace of one more run.
 
 `--weights bfloat16 --weights float8` measures each type of weights in one process and adds rows
