@@ -314,7 +314,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
             f"model first: llama-export-lora --model MODEL.gguf --lora {header.path.name}"
         )
     architecture = header.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if architecture not in tuple(ARCHITECTURES):  # it may be a list
         raise ValueError(
             f"general.architecture of {header.path} must be one of {tuple(ARCHITECTURES)}, "
             f"got {architecture!r}"

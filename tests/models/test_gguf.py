@@ -300,6 +300,7 @@ def test_every_wrong_tensor_is_named_at_once(file: Path):
     ("keys", "error", "message"),
     [
         ({"general.architecture": "mamba"}, ValueError, "must be one of .*'qwen3'.* got 'mamba'"),
+        ({"general.architecture": ["llama"]}, ValueError, r"must be one of .* got \['llama'\]"),
         ({"general.type": "adapter"}, ValueError, "got an adapter.*llama-export-lora"),
         ({"split.count": 3}, ValueError, "got one of 3 parts; merge them first: llama-gguf-split"),
         ({"expert_count": 8}, NotImplementedError, "expert_count=8"),
