@@ -8,6 +8,7 @@ unmeasured GPUs; docs/answered.md says how these were found.
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
     groups: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
         key = tuple(row[name] for name in names)
-        groups.setdefault(key, {})[row["tokens"]] = row["speedup"]
+        own, tokens = groups.setdefault(key, {}), row["tokens"]
+        own[tokens] = min(row["speedup"], own.get(tokens, math.inf))  # of models of equal width
     found = []
     for (phase, name, preset, density, width, batch), by_length in groups.items():
         tokens = least_tokens(by_length)

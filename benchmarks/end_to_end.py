@@ -16,9 +16,9 @@ Programs are compiled in parallel, some at a time, and then timed one after anot
 
 Every row has a floor, the least possible time. For a decoded token it is the bytes that must be
 read (the weights, one row of the input embedding, the attended keys and values, the statistics)
-over this GPU's copy rate. For a prompt it is the arithmetic of the linear layers and of the
-attended pairs over the rate of a large matmul. `parts_ms` is the time of the GPU's kernels by part,
-from a trace of one more run.
+over this GPU's copy rate. Of experts, only those count that the sequences choose. For a prompt it
+is the arithmetic of the linear layers and of the attended pairs over the rate of a large matmul.
+`parts_ms` is the time of the GPU's kernels by part, from a trace of one more run.
 
 `--weights bfloat16 --weights float8` measures each type of weights in one process and adds rows
 that name the type to another file, `end_to_end_weights.json`.
@@ -64,8 +64,14 @@ from sketchwalk_jax.inference.generation import (
 from sketchwalk_jax.inference.sampling import Sampling, seen_tokens, sequence_keys
 from sketchwalk_jax.memory import num_bytes
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.models.params import (
+    flatten_params,
+    num_stack_axes,
+    param_shapes,
+    unflatten_params,
+)
 from sketchwalk_jax.models.quantized import quantize_params
+from sketchwalk_jax.models.rope import RopeConfig
 from sketchwalk_jax.policies.base import LayerShape, Span
 
 PyTree = Any
@@ -103,6 +109,22 @@ MODELS = {
         num_kv_heads=4,
         qkv_bias=True,
     ),
+    "qwen3-30b-a3b": dataclasses.replace(
+        _LLAMA_8B,
+        model_type="qwen3_moe",
+        vocab_size=151936,
+        num_layers=48,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_kv_heads=4,
+        max_position_embeddings=2**18,
+        rope=RopeConfig(theta=1e7),
+        qk_norm=True,
+        num_experts=128,
+        experts_per_token=8,
+        expert_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
 }
 TINY = dataclasses.replace(
     _LLAMA_8B,
@@ -114,9 +136,24 @@ TINY = dataclasses.replace(
     num_kv_heads=2,
     head_dim=16,
 )
+QUICK = {
+    "tiny": TINY,
+    "tiny-experts": dataclasses.replace(
+        TINY,
+        model_type="qwen3_moe",
+        qk_norm=True,
+        num_experts=8,
+        experts_per_token=2,
+        expert_intermediate_size=32,
+    ),
+}
 LENGTHS = tuple(2**n for n in range(12, 18))
 # Longer prompts, read in pieces.
-LONG = {"llama-3.1-8b": (2**18, 2**19), "llama-3.2-1b": (2**20,)}
+LONG = {
+    "llama-3.1-8b": (2**18, 2**19),
+    "llama-3.2-1b": (2**20,),
+    "qwen3-30b-a3b": (2**18,),
+}
 PIECE = 2**15
 BATCHES = (1, 8, 32)
 DENSITIES = (0.1, 0.2)
@@ -138,7 +175,17 @@ PARTS = {
         "token_scores",
     ),
     "walk and lists": ("select", "token_page_scores", "token_lists", "walk"),
-    "linear": ("linear", "decode_matmul", "grouped", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
+    "linear": (
+        "linear",
+        "expert",
+        "decode_matmul",
+        "grouped",
+        "nvjet",
+        "gemm",
+        "gemv",
+        "cutlass",
+        "cublas",
+    ),
 }
 REST = "rest"
 # Fields that identify a row.
@@ -193,7 +240,7 @@ def main() -> None:
     """Runs all measurements and writes the results, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="default: end_to_end.json, or as --weights says")
-    parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
+    parser.add_argument("--model", action="append", choices=[*MODELS, *QUICK], help="default: all")
     parser.add_argument("--phase", action="append", choices=("prefill", "decode"))
     parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
     parser.add_argument("--batch", type=int, action="append", help="in decode; default: all")
@@ -220,7 +267,10 @@ def main() -> None:
         options.out = common.RESULTS / name
     keep_compiled_programs()
     started = time.monotonic()
-    names = ["tiny"] if options.quick else options.model or list(MODELS)
+    models = QUICK if options.quick else MODELS
+    names = options.model or list(models)[: 1 if options.quick else None]
+    if unknown := [name for name in names if name not in models]:
+        parser.error(f"--model must be one of {', '.join(models)}, got {', '.join(unknown)}")
     repeats = 2 if options.quick else options.repeats
     is_done = common.is_measured(options.out, NAMES)
 
@@ -230,7 +280,6 @@ def main() -> None:
     def seconds_left() -> float:
         return options.seconds - (time.monotonic() - started)
 
-    models = {"tiny": TINY} if options.quick else MODELS
     has_peer = not (options.without_transformers or options.quick or options.weights)
     wanted = {
         (name, weights): [
@@ -411,11 +460,15 @@ def device_room() -> float:
 
 
 def activation_bytes(config: ModelConfig, cell: Cell) -> int:
-    """Computes the bytes of one layer's activations for the tokens read at a time."""
+    """Computes the bytes of one layer's activations for the tokens read at a time.
+
+    Experts compute a few tokens at a time, so their activations do not count.
+    """
     if cell.phase != "prefill":
         return 0
     heads = config.num_heads + 2 * config.num_kv_heads
-    width = 3 * config.hidden_size + 2 * config.intermediate_size + heads * config.head_dim
+    mlp = 2 * config.intermediate_size if config.mlp_layers else 0
+    width = 3 * config.hidden_size + mlp + heads * config.head_dim
     return 2 * cell.batch * (cell.chunk_size or cell.tokens) * width
 
 
@@ -444,9 +497,7 @@ class Model:
         self._matmul = rates["matmul_tflops"] * 1e12
         name = "matmul_float8_tflops" if weights == "float8" else "matmul_tflops"
         self._linear = rates[name] * 1e12
-        self._params = random_params(config)
-        if weights not in (None, config.dtype):
-            self._params = jax.block_until_ready(quantize_params(self._params, weights))
+        self._params = random_params(config, None if weights == config.dtype else weights)
 
     def _empty(self, cell: Cell) -> Cache:
         return sw.init_cache(
@@ -628,8 +679,17 @@ def prompt_flops(config: ModelConfig, tokens: int, density: float) -> float:
 
 def linear_flops(config: ModelConfig, tokens: int) -> float:
     """Counts the FLOPs of a prompt in the linear layers."""
-    layers = param_shapes(config)["layers"]
-    return 2 * tokens * sum(math.prod(x.shape) for x in jax.tree.leaves(layers) if x.ndim > 2)
+    weights = 0.0
+    for path, leaf in flatten_params(param_shapes(config)).items():
+        if path[0] == "layers" and leaf.ndim > 2:
+            is_of_experts = num_stack_axes(path) == 2
+            weights += leaf.size * (chosen_share(config, 1) if is_of_experts else 1)
+    return 2 * tokens * weights
+
+
+def chosen_share(config: ModelConfig, tokens: int) -> float:
+    """Expected share of the experts that some of the tokens choose, if all are equally likely."""
+    return 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
 
 
 def pair_flops(config: ModelConfig, tokens: int, density: float) -> float:
@@ -649,7 +709,11 @@ def token_bytes(
 
     `params` are the shapes of the weights; by default the weights have the model's own type.
     """
-    weights = num_bytes(param_shapes(config) if params is None else params)
+    params = param_shapes(config) if params is None else params
+    weights = float(num_bytes(params))
+    if config.num_experts:
+        own = {path: x for path, x in flatten_params(params).items() if num_stack_axes(path) == 2}
+        weights -= (1 - chosen_share(config, batch)) * num_bytes(own)
     if not config.tie_word_embeddings:
         number = np.dtype(config.dtype).itemsize
         weights -= number * (config.vocab_size - batch) * config.hidden_size
@@ -678,9 +742,11 @@ def part_of(name: str) -> str:
     return REST
 
 
-def random_params(config: ModelConfig) -> PyTree:
-    """Draws normal weights, a layer at a time; norms are 1."""
-    leaves, tree = jax.tree.flatten(param_shapes(config))
+def random_params(config: ModelConfig, weights: str | None = None) -> PyTree:
+    """Draws normal weights, a layer at a time; norms are 1.
+
+    With `weights`, each array is quantised before the next one is drawn, to save memory.
+    """
 
     @functools.partial(jax.jit, static_argnums=1)
     def normal(key: Any, shape: tuple[int, ...]) -> Any:
@@ -690,15 +756,17 @@ def random_params(config: ModelConfig) -> PyTree:
     def stacked(key: Any, shape: tuple[int, ...]) -> Any:
         return jax.lax.map(lambda one: normal(one, shape[1:]), jax.random.split(key, shape[0]))
 
-    def draw(index: int, leaf: Any) -> Any:
-        key = jax.random.key(100 + index)
-        if leaf.ndim >= 3:
-            return stacked(key, leaf.shape)
-        is_norm = leaf.ndim == 1 or leaf.shape[0] == config.num_layers
-        return jnp.ones(leaf.shape, leaf.dtype) if is_norm else normal(key, leaf.shape)
-
-    found = [draw(index, leaf) for index, leaf in enumerate(leaves)]
-    return jax.block_until_ready(jax.tree.unflatten(tree, found))
+    found = {}
+    for index, (path, leaf) in enumerate(flatten_params(param_shapes(config)).items()):
+        if path[-1] == "scale":
+            found[path] = jnp.ones(leaf.shape, leaf.dtype)
+            continue
+        draw = stacked if leaf.ndim >= 3 else normal
+        one = unflatten_params({path: draw(jax.random.key(100 + index), leaf.shape)})
+        if weights is not None and path[0] == "layers":
+            one = quantize_params(one, weights)
+        found |= flatten_params(jax.block_until_ready(one))
+    return unflatten_params(found)
 
 
 def shapes(tree: PyTree) -> PyTree:
@@ -758,9 +826,20 @@ def run_peer(wanted: dict[str, Any]) -> None:
 
     fields = wanted["fields"]
     names = ("vocab_size", "hidden_size", "intermediate_size", "tie_word_embeddings")
-    kinds = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}
+    kinds = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+    }
+    experts = {
+        "num_experts": fields["num_experts"],
+        "num_experts_per_tok": fields["experts_per_token"],
+        "moe_intermediate_size": fields["expert_intermediate_size"],
+        "norm_topk_prob": fields["norm_topk_prob"],
+    }
     config = kinds[fields["model_type"]](
         **{name: fields[name] for name in names},
+        **(experts if fields["num_experts"] else {}),
         num_hidden_layers=fields["num_layers"],
         num_attention_heads=fields["num_heads"],
         num_key_value_heads=fields["num_kv_heads"],

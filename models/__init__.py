@@ -1,4 +1,4 @@
-"""Models: configurations, parameters and checkpoints of Llama, Qwen2 and Qwen3.
+"""Models: configurations, parameters and checkpoints of Llama, Qwen2, Qwen3 and Qwen3-MoE.
 
 Names are imported on first use, so that reading a configuration does not start JAX.
 """

@@ -33,7 +33,7 @@ PARAMS_FOLDER = "params"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a Llama, Qwen2 or Qwen3 decoder; hashable, so static under jit.
+    """Sizes and switches of a Llama or Qwen decoder; hashable, so static under jit.
 
     One transformer serves all families, which differ in the switches below and in the names of
     their weights.

@@ -47,6 +47,9 @@ the layers that are stacked here."""
 MAX_LAYERS = 10_000
 """Most layers that a file may declare: all tensor names are generated before any is looked up."""
 
+MAX_EXPERTS = 100_000
+"""Most experts that a file may declare in all layers together, for the same reason."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:

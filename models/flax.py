@@ -104,7 +104,7 @@ def _check_own(params: Mapping[str, Any], model_config: ModelConfig) -> None:
 
 
 class CausalLM(nnx.Module):
-    """A Llama, Qwen2 or Qwen3 language model as an nnx module.
+    """A Llama or Qwen language model as an nnx module.
 
     `nnx.to_pure_dict(nnx.state(model, nnx.Param))` is the parameter tree of `load`; the methods
     pass it to the pure functions of the same names, which are jitted themselves.
@@ -175,7 +175,7 @@ class CausalLM(nnx.Module):
 
 
 class LinenCausalLM(nn.Module):
-    """A Llama, Qwen2 or Qwen3 language model as a Linen module.
+    """A Llama or Qwen language model as a Linen module.
 
     Its variables are `{"params": params}` with the parameter tree of `load`. Methods other than the
     call need `apply(..., method="generate")`.

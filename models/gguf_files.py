@@ -1,15 +1,19 @@
 """Reads and dequantises the tensors of a GGUF file lazily.
 
 This is the counterpart of `tensor_files.py` for files of llama.cpp: the header lists the tensors,
-and each part of a tensor is dequantised on request.
+and each part of a tensor is dequantised on request. A stack of experts' matrices is listed as one
+tensor for each expert, such as `blk.0.ffn_up_exps.weight[3]`.
 """
 
 import contextlib
+import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
-from sketchwalk_jax.models.gguf_header import ROPE_FREQS, GgufHeader, import_gguf
+from sketchwalk_jax.models.family import MAX_EXPERTS
+from sketchwalk_jax.models.gguf_header import ROPE_FREQS, GgufHeader, GgufTensor, import_gguf
 
 LAYER = "blk.{layer}."
 KEYS: dict[tuple[str, ...], str] = {
@@ -32,6 +36,10 @@ KEYS: dict[tuple[str, ...], str] = {
     ("layers", "up", "bias"): LAYER + "ffn_up.bias",
     ("layers", "down", "kernel"): LAYER + "ffn_down.weight",
     ("layers", "down", "bias"): LAYER + "ffn_down.bias",
+    ("layers", "router", "kernel"): LAYER + "ffn_gate_inp.weight",
+    ("layers", "expert_gate", "kernel"): LAYER + "ffn_gate_exps.weight[{expert}]",
+    ("layers", "expert_up", "kernel"): LAYER + "ffn_up_exps.weight[{expert}]",
+    ("layers", "expert_down", "kernel"): LAYER + "ffn_down_exps.weight[{expert}]",
     ("final_norm", "scale"): "output_norm.weight",
     ("lm_head", "kernel"): "output.weight",
 }
@@ -41,6 +49,41 @@ IGNORED = frozenset({ROPE_FREQS})
 """Tensors that are not parameters: the config has their contents."""
 
 _PERMUTED = (".attn_q.weight", ".attn_q.bias", ".attn_k.weight", ".attn_k.bias")
+
+
+def split_experts(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """Replaces each tensor of three axes by the matrices of its experts.
+
+    Blocks of quantised weights lie along the last axis, so an expert is a range of bytes.
+
+    Args:
+      tensors: Description of each tensor by its name.
+
+    Returns:
+      The same with `NAME[0]`, `NAME[1]`, ... for a stack called `NAME`.
+
+    Example:
+      >>> stack = GgufTensor(shape=(2, 4, 8), dtype="F16", start=64, num_bytes=128)
+      >>> split_experts({"up": stack})["up[1]"]
+      GgufTensor(shape=(4, 8), dtype='F16', start=128, num_bytes=64)
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        count = tensor.shape[0] if len(tensor.shape) == 3 else 0
+        if not 0 < count <= MAX_EXPERTS:
+            found[name] = tensor
+            continue
+        size = tensor.num_bytes // count
+        found |= {
+            f"{name}[{expert}]": dataclasses.replace(
+                tensor,
+                shape=tensor.shape[1:],
+                start=tensor.start + expert * size,
+                num_bytes=size,
+            )
+            for expert in range(count)
+        }
+    return found
 
 
 class GgufFiles(contextlib.AbstractContextManager["GgufFiles"]):
@@ -70,7 +113,7 @@ class GgufFiles(contextlib.AbstractContextManager["GgufFiles"]):
         """
         self._gguf = import_gguf()
         self.source = header.path
-        self.headers, self._head_dim = header.tensors, head_dim
+        self.headers, self._head_dim = split_experts(header.tensors), head_dim
         # Only Llama's q and k are stored with the channels of a RoPE pair adjacent.
         self._is_permuted = header.metadata["general.architecture"] == "llama"
         self.notes: dict[str, str] = {}

@@ -21,8 +21,8 @@ from sketchwalk_jax.models.rope import RopeConfig, rope_frequencies
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Values of `general.architecture` that load; each is also the `model_type` of its config."""
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+"""The `model_type` of each `general.architecture` that loads."""
 
 ROPE_FREQS = "rope_freqs.weight"
 """The tensor in which Llama 3.1 and later keep the rescaling of their rotary frequencies."""
@@ -40,6 +40,13 @@ _CONFIG_KEYS = {
     "rope.freq_base": "rope_theta",
 }
 """Attribute of `config.json` for each key of the metadata, after the architecture's name."""
+
+_EXPERT_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+"""The same for a mixture of experts."""
 
 _REQUIRED = (
     "block_count",
@@ -63,6 +70,9 @@ _HARMLESS: dict[str, Any] = {
     "attention.clamp_kqv": 0,
     "attention.scale": 0,
     "embedding_scale": 1,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1,
     "rope.dimension_sections": None,
     "rope.scale_linear": 1,
     "rope.scaling.attn_factor": 1,
@@ -304,9 +314,9 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
             f"model first: llama-export-lora --model MODEL.gguf --lora {header.path.name}"
         )
     architecture = header.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if architecture not in tuple(ARCHITECTURES):  # it may be a list
         raise ValueError(
-            f"general.architecture of {header.path} must be one of {ARCHITECTURES}, "
+            f"general.architecture of {header.path} must be one of {tuple(ARCHITECTURES)}, "
             f"got {architecture!r}"
         )
     prefix = f"{architecture}."
@@ -315,10 +325,12 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
-    missing = [prefix + key for key in _REQUIRED if key not in keys]
+    config_keys = _CONFIG_KEYS | (_EXPERT_KEYS if architecture == "qwen3moe" else {})
+    required = [*_REQUIRED, *(key for key in _EXPERT_KEYS if key in config_keys)]
+    missing = [prefix + key for key in required if key not in keys]
     if missing:
         raise ValueError(f"{header.path} must have the keys {missing} in its metadata, got none")
-    return _hf_config(header, keys)
+    return _hf_config(header, keys, config_keys)
 
 
 def _same_in_all_layers(key: str, value: Any) -> Any:
@@ -331,10 +343,12 @@ def _same_in_all_layers(key: str, value: Any) -> Any:
     return value
 
 
-def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _hf_config(
+    header: GgufHeader, keys: Mapping[str, Any], config_keys: Mapping[str, str]
+) -> dict[str, Any]:
     """Makes the `config.json` of the model; keys without a place in it are refused."""
     metadata, tensors = header.metadata, header.tensors
-    read = {name: keys[key] for key, name in _CONFIG_KEYS.items() if key in keys}
+    read = {name: keys[key] for key, name in config_keys.items() if key in keys}
     # `ModelConfig` refuses 0 heads.
     usual_dim = read["hidden_size"] // max(1, read["num_attention_heads"])
     head_dim = read.setdefault("head_dim", usual_dim)
@@ -354,7 +368,8 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
     rows = embedding.shape[0] if embedding is not None and embedding.shape else None
     tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
     read |= {
-        "model_type": metadata["general.architecture"],
+        "model_type": ARCHITECTURES[metadata["general.architecture"]],
+        "norm_topk_prob": True,  # llama.cpp always divides the weights of experts by their sum
         "vocab_size": rows or keys.get("vocab_size") or tokens or None,
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -369,7 +384,7 @@ def _hf_config(header: GgufHeader, keys: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": read.get("sliding_window"),
     }
     # Other keys keep the file's names, so that `translate` names them when it refuses them.
-    known = {*_CONFIG_KEYS, *_ROPE_KEYS, *harmless, "rope.scaling.type", "vocab_size"}
+    known = {*config_keys, *_ROPE_KEYS, *harmless, "rope.scaling.type", "vocab_size"}
     return {key.replace(".", "_"): value for key, value in keys.items() if key not in known} | read
 
 

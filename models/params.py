@@ -153,11 +153,11 @@ def param_shapes(
         "mlp_norm": {"scale": (num_layers, width)},
     }
     if c.mlp_layers:
-        stack: tuple[int, ...] = (len(c.mlp_layers),)
+        dense = (len(c.mlp_layers),)
         layers |= {
-            "gate": linear((width,), (mlp,), c.mlp_bias, stack),
-            "up": linear((width,), (mlp,), c.mlp_bias, stack),
-            "down": linear((mlp,), (width,), c.mlp_bias, stack),
+            "gate": linear((width,), (mlp,), c.mlp_bias, dense),
+            "up": linear((width,), (mlp,), c.mlp_bias, dense),
+            "down": linear((mlp,), (width,), c.mlp_bias, dense),
         }
     if c.expert_layers:
         stack, own = (len(c.expert_layers), c.num_experts), c.expert_intermediate_size
@@ -262,6 +262,25 @@ def input_axes(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]
     first = num_stack_axes(path)
     num_inputs = 2 if path[-2] == "out" else 1
     return shape[first : first + num_inputs]
+
+
+def num_active(model_config: ModelConfig) -> int:
+    """Counts the parameters that compute one token: of experts, only those that it chooses.
+
+    Example:
+      >>> config = ModelConfig(model_type="qwen3_moe", vocab_size=64, num_layers=2, hidden_size=32,
+      ...                      intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+      ...                      max_position_embeddings=512, num_experts=8, experts_per_token=2,
+      ...                      expert_intermediate_size=16)
+      >>> leaves = flatten_params(param_shapes(config)).values()
+      >>> sum(leaf.size for leaf in leaves) - num_active(config) == 2 * (8 - 2) * 3 * 16 * 32
+      True
+    """
+    chosen, count = model_config.experts_per_token, model_config.num_experts
+    return sum(
+        leaf.size // count * chosen if num_stack_axes(path) == 2 else leaf.size
+        for path, leaf in flatten_params(param_shapes(model_config)).items()
+    )
 
 
 def own_layers(model_config: ModelConfig, name: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from typing import Any
 from sketchwalk_jax.models.family import KEYS as LLAMA_KEYS
 from sketchwalk_jax.models.family import (
     LAYER,
+    MAX_EXPERTS,
     Family,
     RawConfig,
     read_flag,
@@ -89,7 +90,7 @@ def read_qwen3_moe_fields(raw: RawConfig) -> dict[str, Any]:
     given = {"num_experts": raw.get("num_local_experts"), **raw}
     num_experts = read_integer(given, "num_experts", 128, least=0)
     step = read_integer(raw, "decoder_sparse_step", 1)
-    only = raw.get("mlp_only_layers") or []
+    only = [] if raw.get("mlp_only_layers") is None else raw["mlp_only_layers"]
     if not isinstance(only, list | tuple) or not all(type(x) is int for x in only):
         raise ValueError(
             f"mlp_only_layers must be a list of layers, got {str(only)[:80]!r}; correct config.json"
@@ -98,6 +99,11 @@ def read_qwen3_moe_fields(raw: RawConfig) -> dict[str, Any]:
     dense = tuple(x for x in layers if x in only or (x + 1) % step)
     if not num_experts or len(dense) == len(layers):
         return fields
+    if num_experts * len(layers) > MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts must be at most {MAX_EXPERTS} / num_hidden_layers {len(layers)}, got "
+            f"{num_experts}; correct config.json"
+        )
     return fields | {
         "num_experts": num_experts,
         "experts_per_token": read_integer(raw, "num_experts_per_tok", 8),

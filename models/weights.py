@@ -113,7 +113,7 @@ def load(
 
     Args:
       directory: A local directory with `config.json` and safetensors files, single or sharded; or a
-        directory written by `save`; or a GGUF file of a Llama, Qwen2 or Qwen3; or a name such as
+        directory written by `save`; or a GGUF file of a supported family; or a name such as
         `"Qwen/Qwen3-0.6B"`. A name is downloaded once through huggingface_hub (configuration,
         tokenizer and safetensors only), unless a directory of that name exists.
       dtype: Dtype of the parameters: float32, float16 or bfloat16. None keeps the dtype of the
@@ -385,7 +385,7 @@ def check_headers(
         read; all of them in one message.
     """
     expected = {name: leaf.stored_shape for leaf in sources.values() for name in leaf.names}
-    headers, notes = files.headers, files.notes
+    headers, notes, known = files.headers, files.notes, expected.keys() | ignored
     problems = {
         "missing": [
             f"{name} ({notes[name]})" if name in notes else name
@@ -399,8 +399,7 @@ def check_headers(
         "unknown": [
             name
             for name in headers
-            if name not in expected | dict.fromkeys(ignored)
-            and not name.endswith("rotary_emb.inv_freq")
+            if name not in known and not name.endswith("rotary_emb.inv_freq")
         ],
         "of a wrong shape": [
             f"{name} must be {shape}, got {headers[name].shape}"

@@ -56,9 +56,9 @@ from sketchwalk_jax.text.tokenizer import decode, encode, load_tokenizer
 sw.keep_compiled_programs()
 
 # %% [markdown]
-# Set `MODEL_DIR` to a Hugging Face directory with a Llama, Qwen2, Qwen2.5 or Qwen3 checkpoint. By
-# default, the notebook uses the small model that ships with the package. That model knows English
-# and finds facts in a text, and can do nothing else.
+# Set `MODEL_DIR` to a Hugging Face directory with a Llama, Qwen2, Qwen2.5, Qwen3 or Qwen3-MoE
+# checkpoint. By default, the notebook uses the small model that ships with the package. That model
+# knows English and finds facts in a text, and can do nothing else.
 
 # %%
 MODEL_DIR = os.environ.get("MODEL_DIR") or bundled_model()

@@ -60,8 +60,8 @@ sw.keep_compiled_programs()
 # %% [markdown]
 # Name your model in `MODEL_DIR`: a folder with `config.json` and safetensors files, a name on the
 # hub such as `"Qwen/Qwen3-0.6B"` (downloaded once), or a GGUF file. It must be a Llama, Qwen2,
-# Qwen2.5 or Qwen3. By default, the notebook uses the small model that ships with the package, which
-# knows English and finds facts.
+# Qwen2.5, Qwen3 or Qwen3-MoE. By default, the notebook uses the small model that ships with the
+# package, which knows English and finds facts.
 
 # %%
 lm = sw.LanguageModel.load(os.environ.get("MODEL_DIR") or bundled_model(), warm_up=100)

@@ -626,10 +626,9 @@ def mixture_on_ranks(
 
 def choose_mixture(placement: Placement | None, kernel_config: KernelConfig | None = None) -> Mix:
     """Returns `mixture_on_ranks` for a mesh and `mixture` for one device, with kernels if given."""
-    options = {"kernel_config": kernel_config}
     if placement is None:
-        return functools.partial(mixture, **options)
-    return functools.partial(mixture_on_ranks, placement=placement, **options)
+        return functools.partial(mixture, kernel_config=kernel_config)
+    return functools.partial(mixture_on_ranks, placement=placement, kernel_config=kernel_config)
 
 
 def gate_on_ranks(

@@ -4,6 +4,7 @@ Names, row order and metadata keys are spelled out here independently of the loa
 which has its own tables.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,20 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+ARCHITECTURES = {"qwen3_moe": "qwen3moe"}
+"""Names in a GGUF file of models that are called otherwise there."""
 
 
 def gguf_name(name: str) -> str:
-    """Returns the name in a GGUF file of a tensor of a Hugging Face checkpoint."""
+    """Returns the name in a GGUF file of a tensor of a Hugging Face checkpoint.
+
+    All experts of a layer share one tensor.
+    """
     for old, new in NAMES.items():
         name = name.replace(old + ".", new + ".")
-    return name
+    return re.sub(r"mlp\.experts\.\d+\.(\w+)_proj", r"ffn_\1_exps", name)
 
 
 def permuted(tensor: np.ndarray, num_heads: int) -> np.ndarray:
@@ -60,7 +67,7 @@ def write_gguf(
 
     Args:
         path: The file.
-        model_type: "llama", "qwen2" or "qwen3".
+        model_type: "llama", "qwen2", "qwen3" or "qwen3_moe".
         seed: Seed of the weights.
         quantisation: ggml type of the matrices; vectors are F32.
         keys: More metadata keys, without the architecture's name.
@@ -71,7 +78,8 @@ def write_gguf(
     """
     config = tiny_config(model_type, **overrides)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    writer = gguf.GGUFWriter(path, model_type)
+    architecture = ARCHITECTURES.get(model_type, model_type)
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -83,23 +91,31 @@ def write_gguf(
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     for key, value in (keys or {}).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         add |= {str: writer.add_string, list: writer.add_array}
         add[type(value)](
-            key if "general" in key or "split" in key else f"{model_type}.{key}", value
+            key if "general" in key or "split" in key else f"{architecture}.{key}", value
         )
     add_tokenizer(writer, **(tokenizer or {}))
 
     stored, values = {}, random_tensors(config, seed=seed)
     for name, tensor in values.items():
-        kind = gguf.GGMLQuantizationType[quantisation if tensor.ndim == 2 else "F32"]
+        is_matrix = tensor.ndim == 2 and not name.endswith("mlp.gate.weight")
+        kind = gguf.GGMLQuantizationType[quantisation if is_matrix else "F32"]
         quantised = gguf.quantize(tensor, kind)
         values[name] = gguf.dequantize(quantised, kind).astype(np.float32)
         part = name.split(".")[-2]
         if model_type == "llama" and part in heads:
             quantised = permuted(quantised, heads[part])
-        stored[gguf_name(name)] = quantised, kind
+        own = gguf_name(name)
+        if ".experts." in name:  # stacked in ascending order
+            quantised = np.stack([*stored.get(own, ((),))[0], quantised])
+        stored[own] = quantised, kind
     for name, tensor in (tensors or {}).items():
         stored[name] = tensor, gguf.GGMLQuantizationType.F32
     if edit is not None:

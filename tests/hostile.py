@@ -133,8 +133,9 @@ class Case:
         checkpoints.write_checkpoint(self.good, tokenizer=True)
         self.sharded = folder / "sharded"
         checkpoints.write_checkpoint(self.sharded, num_shards=2)
-        self.gguf = folder / "good.gguf"
-        gguf_checkpoints.write_gguf(self.gguf)
+        self.gguf = [folder / f"{name}.gguf" for name in ("llama", "qwen3_moe")]
+        for path in self.gguf:
+            gguf_checkpoints.write_gguf(path, path.stem)
         self.work = folder / "work"
 
     @functools.cached_property
@@ -177,7 +178,7 @@ def run_config(case: Case, rng: random.Random) -> None:
     from sketchwalk_jax.models import ModelConfig
     from sketchwalk_jax.models.rope import rope_frequencies
 
-    raw = checkpoints.tiny_config(rng.choice(["llama", "qwen2", "qwen3"]))
+    raw = checkpoints.tiny_config(rng.choice(["llama", "qwen2", "qwen3", "qwen3_moe"]))
     scaling = rng.choice(SCALINGS)
     name = rng.choice(["rope_scaling", "rope_parameters"])
     raw |= {name: scaling, "layer_types": ["full_attention"] * 2}
@@ -273,13 +274,13 @@ def run_gguf(case: Case, rng: random.Random) -> None:
     """Damages headers, metadata and tensors of a GGUF file."""
     from sketchwalk_jax.text.tokenizer import load_tokenizer
 
-    content = case.gguf.read_bytes()
+    content = rng.choice(case.gguf).read_bytes()
     action = rng.random()
     if action < 0.4:
         content = break_bytes(content, rng)
     else:
         # Change numbers of the metadata: the four or eight bytes after a key.
-        keys = list(re.finditer(rb"(llama|general|tokenizer)\.[a-z_.]+", content))
+        keys = list(re.finditer(rb"(llama|qwen3moe|general|tokenizer)\.[a-z_.]+", content))
         place = rng.choice(keys).end() + rng.randrange(0, 12)
         number = rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.randrange(2**64)])
         content = content[:place] + struct.pack("<Q", number) + content[place + 8 :]

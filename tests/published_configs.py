@@ -35,6 +35,14 @@ _QWEN3 = dict(
     transformers_version="4.51.0", use_cache=True, use_sliding_window=False, vocab_size=151936,
 )  # fmt: skip
 
+_QWEN3_MOE = _QWEN3 | dict(
+    architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=1, hidden_size=2048,
+    intermediate_size=6144, max_window_layers=48, mlp_only_layers=[], model_type="qwen3_moe",
+    moe_intermediate_size=768, norm_topk_prob=True, num_attention_heads=32, num_experts=128,
+    num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
+    output_router_logits=False, router_aux_loss_coef=0.001, tie_word_embeddings=False,
+)  # fmt: skip
+
 # name: (config.json, generation_config.json, fields, number of parameters)
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], int]] = {
     "Llama-3.1-8B-Instruct": (
@@ -104,5 +112,22 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]
         None,
         dict(num_layers=28, group_size=2, head_dim=128, tie_word_embeddings=True),
         596_049_920,
+    ),
+    "Qwen3-30B-A3B": (
+        _QWEN3_MOE,
+        {"eos_token_id": [151645, 151643]},
+        dict(
+            num_layers=48, group_size=8, head_dim=128, context_length=40960, qk_norm=True,
+            num_experts=128, experts_per_token=8, expert_intermediate_size=768,
+            norm_topk_prob=True, dense_mlp_layers=(), mlp_layers=(), bos_token_id=151643,
+            eos_token_ids=(151645, 151643), dtype="bfloat16", rope=RopeConfig(theta=1e6),
+        ),
+        30_532_122_624,
+    ),
+    "Qwen3-30B-A3B-Instruct-2507": (
+        _QWEN3_MOE | dict(max_position_embeddings=262144, rope_theta=10000000),
+        None,
+        dict(context_length=262144, rope=RopeConfig(theta=1e7)),
+        30_532_122_624,
     ),
 }  # fmt: skip

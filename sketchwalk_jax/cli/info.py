@@ -21,7 +21,7 @@ from sketchwalk_jax.inference.cache import init_cache
 from sketchwalk_jax.memory import num_bytes, show_bytes
 from sketchwalk_jax.models.checkpoint import saved_weights
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.params import param_shapes
+from sketchwalk_jax.models.params import num_active, param_shapes
 from sketchwalk_jax.models.plans import find_plan, stored_tensors
 from sketchwalk_jax.models.tensor_files import FLOAT_DTYPES
 from sketchwalk_jax.pallas_kernels.dispatch import (
@@ -160,6 +160,7 @@ def _describe_checkpoint(
         "directory": str(directory),
         **(fields | {"rope": rope, "context_length": model_config.context_length}),
         "parameters": count,
+        "active_parameters": num_active(model_config),
         "stored_dtypes": sorted(dtypes),
         "stored_files": len(files),
         "stored_bytes": sum(path.stat().st_size for path in files),
@@ -232,6 +233,16 @@ def _to_text(found: dict[str, Any]) -> str:
         if name not in ("rope_type", "theta") and rope["rope_type"] != "default"
     )
     tied = ", output tied to the embedding" if model["tie_word_embeddings"] else ""
+    mlp, experts, active = f", mlp {model['intermediate_size']}", "", ""
+    if model["num_experts"]:
+        dense, count = len(model["dense_mlp_layers"]), model["num_layers"]
+        where = f", in {count - dense} of {count} layers" if dense else ""
+        mlp = mlp if dense else ""
+        experts = (
+            f"experts         {model['num_experts']} of width {model['expert_intermediate_size']}, "
+            f"{model['experts_per_token']} for each token{where}\n"
+        )
+        active = f", {model['active_parameters']:,} for each token"
     pays = [f"{f'{phase} pays':<16}{_where(**one)}" for phase, one in found["break_even"].items()]
     text = f"""
 sketchwalk-jax  {here["version"]}, JAX {here["jax"]}, Python {here["python"]}
@@ -243,14 +254,13 @@ tokens          {runs["tokens"]}
 
 checkpoint      {model["directory"]}
 type            {model["model_type"]}, vocabulary {model["vocab_size"]}{tied}
-layers          {model["num_layers"]} of width {model["hidden_size"]}, \
-mlp {model["intermediate_size"]}
-heads           {model["num_heads"]} for queries, {model["num_kv_heads"]} for keys and values, \
-of {model["head_dim"]} dimensions
+layers          {model["num_layers"]} of width {model["hidden_size"]}{mlp}
+{experts}heads           {model["num_heads"]} for queries, \
+{model["num_kv_heads"]} for keys and values, of {model["head_dim"]} dimensions
 context         {model["context_length"]} tokens
 rope            {rope["rope_type"]}, theta {rope["theta"]:g}{scaling}
 end tokens      {", ".join(map(str, model["eos_token_ids"])) or "none"}
-parameters      {model["parameters"]:,}, {show_bytes(model["loaded_bytes"])} when loaded
+parameters      {model["parameters"]:,}{active}, {show_bytes(model["loaded_bytes"])} when loaded
 weights         linear layers in {model["weights"]}
 stored          {show_bytes(model["stored_bytes"])}, {" and ".join(model["stored_dtypes"])}, \
 {model["stored_files"]} file{"s" if model["stored_files"] != 1 else ""}

@@ -266,8 +266,11 @@ def choose_batch(
     if placement is not None:
         heads, (data, sequence, tensor) = placement.num_kv_heads, map(placement.size, AXES)
     cache = 2 * model_config.num_layers * heads * model_config.head_dim * size
-    shared = 3 * model_config.intermediate_size + 4 * model_config.num_heads * model_config.head_dim
-    widths = 6 * model_config.hidden_size + shared / tensor
+    width = model_config.hidden_size
+    mlp = 3 * model_config.intermediate_size if model_config.mlp_layers else 0
+    chosen = model_config.experts_per_token * (3 * model_config.expert_intermediate_size + width)
+    shared = max(mlp, chosen) + 4 * model_config.num_heads * model_config.head_dim
+    widths = 6 * width + 2 * model_config.num_experts + shared / tensor
     # Four caches (dense and sparse in long decoding, and the copies that decoding writes to), with
     # statistics, and one layer's activations in float32.
     needed = num_tokens * (4 * cache / tensor + 4 * widths) / sequence

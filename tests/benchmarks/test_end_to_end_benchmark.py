@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from sketchwalk_jax.models.params import num_active
+
 pytestmark = pytest.mark.slow
 
 XLA_FLAGS = "--xla_backend_optimization_level=0"
@@ -119,6 +121,27 @@ def test_types_of_weights_are_measured_side_by_side(run_benchmark, tmp_path, ben
     assert less == pytest.approx(weights - 4 * outputs)
 
 
+def test_only_the_experts_that_are_chosen_are_read(run_benchmark, tmp_path, benchmark):
+    path = tmp_path / "experts.json"
+    only = ("--model", "tiny-experts", "--policy", "dense", "--phase", "decode")
+    types = ("--weights", "bfloat16", "--weights", "float8")
+    run_benchmark("end_to_end.py", "--quick", *only, *types, "--out", path)
+    rows = {
+        (row["batch"], row["weights"]): row
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+    }
+    assert all(row["error"] is None for row in rows.values()) and len(rows) == 4
+    rate = rows[1, "bfloat16"]["run"]["copy_tb_per_s"] * 1e12
+    read = {key: row["floor_seconds"] * rate for key, row in rows.items()}
+    # A second sequence chooses 2 of 8 experts, of which the first one already has a quarter; their
+    # matrices are 64 x 32.
+    added = 3 * 3 * 64 * 32 * (2 - 2 * 2 / 8) * 2
+    cache = rows[1, "bfloat16"]["kv_cache_bytes"]
+    more = read[2, "bfloat16"] - read[1, "bfloat16"]
+    assert more == pytest.approx(added + cache + 64 * 2)
+    assert read[1, "float8"] < read[1, "bfloat16"]
+
+
 def test_kernels_belong_to_parts(benchmark):
     parts = {
         "block_sparse_decode_mosaic_gpu_kernel": "attention",
@@ -135,3 +158,12 @@ def test_kernels_belong_to_parts(benchmark):
     # Sizes of models are the published ones, so what does not fit is known beforehand.
     shapes = benchmark.param_shapes(benchmark.MODELS["llama-3.1-8b"])
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == 8_030_261_248
+    experts = benchmark.MODELS["qwen3-30b-a3b"]
+    shapes = benchmark.param_shapes(experts)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == 30_532_122_624
+    # A token computes with eight experts of each layer, and reads a row of the embedding.
+    norms = 48 * (2 * 2048 + 2 * 128)
+    active = num_active(experts) - 2 * 151936 * 2048 - norms - 2048
+    assert benchmark.linear_flops(experts, 5) == pytest.approx(2 * 5 * active)
+    read = num_active(experts) - (151936 - 1) * 2048
+    assert benchmark.token_bytes(experts, 1, 0, 1.0) == pytest.approx(2 * read)

@@ -302,6 +302,17 @@ def test_info_sizes_cache_and_parameters_from_headers(model: Path, sketchwalk, m
     assert f"JAX {jax.__version__}" in text
 
 
+def test_info_counts_the_experts_of_a_token(tmp_path: Path, sketchwalk):
+    for layers, mlp, where in (([], "", ""), ([0], ", mlp 64", ", in 1 of 2 layers")):
+        tensors = checkpoints.write_checkpoint(tmp_path, "qwen3_moe", mlp_only_layers=layers)
+        size = sum(tensor.size for tensor in tensors.values())
+        unused = sum(x.size for name, x in tensors.items() if re.search(r"experts\.[2-5]\.", name))
+        text = sketchwalk("info", "--model", tmp_path)[0]
+        assert f"2 of width 32{mlp}\n" in text
+        assert f"experts         6 of width 16, 2 for each token{where}\n" in text
+        assert f"{size:,}, {size - unused:,} for each token, " in text
+
+
 def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, sketchwalk, monkeypatch):
     command = ("info", "--model", model, "--dtype", "bfloat16")
     found = {}

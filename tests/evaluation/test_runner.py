@@ -271,3 +271,6 @@ def test_batches_are_of_equal_size_and_fit_into_memory():
     assert choose(MODEL, batch=20) == 20 and choose(MODEL, batch=64) == 50
     huge = dataclasses.replace(MODEL, num_layers=10**6, hidden_size=4096)
     assert choose(huge) == 1
+    for chosen, expected in ((1, 8), (4000, 1)):
+        sizes = {"num_experts": 4000, "expert_intermediate_size": 4000, "experts_per_token": chosen}
+        assert choose(dataclasses.replace(MODEL, **sizes)) == expected

@@ -10,9 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from checkpoints import TINY, tiny_config
 
-from sketchwalk_jax.models import ModelConfig, checkpoint, load, param_shapes, save
+from sketchwalk_jax.models import (
+    ModelConfig,
+    checkpoint,
+    fingerprint,
+    load,
+    param_shapes,
+    quantize_params,
+    save,
+)
 
 
 def tiny_model(model_type: str = "llama", dtype: str = "float32", **overrides):
@@ -38,6 +47,21 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, model_type: str, d
     assert loaded_config == expected
     assert hash(loaded_config) == hash(expected)
     assert ModelConfig.from_pretrained(tmp_path / "model") == config
+
+
+def test_a_saved_model_with_experts_in_some_layers_comes_back(tmp_path: Path):
+    params, config = tiny_model("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1])
+    plan = tiny.plan((0.1, 0.5), (0.5, 0.1), (0.2, 0.1), (0.1, 0.0))
+    save(tmp_path / "model", params, dataclasses.replace(config, plan=plan))
+    loaded, loaded_config = load(tmp_path / "model")
+    chex.assert_trees_all_equal(loaded, params)
+    plan = dataclasses.replace(plan, fingerprint=fingerprint(tmp_path / "model"))
+    assert loaded_config == dataclasses.replace(config, plan=plan)
+    quantized, _ = load(tmp_path / "model", weights="int8")
+    chex.assert_trees_all_equal(quantized, quantize_params(params, "int8"))
+    params["layers"]["expert_up"]["kernel"] = params["layers"]["expert_up"]["kernel"][:, 1:]
+    with pytest.raises(ValueError, match=r"expert_up/kernel must be \(2, 6, 32, 16\), got \(2, 5,"):
+        save(tmp_path / "other", params, config)
 
 
 def test_mixed_dtypes_come_back_or_are_cast(tmp_path: Path):

@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"rope_theta": 1e6}),
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
     "qwen3, with biases": ("qwen3", {"attention_bias": True}),
+    "experts": ("qwen3_moe", {"moe_intermediate_size": 96, "tie_word_embeddings": True}),
     "more rows than are read at once": (
         "llama",
         {"hidden_size": 320, "intermediate_size": 160, "head_dim": 80, "vocab_size": 300},
@@ -299,9 +300,12 @@ def test_every_wrong_tensor_is_named_at_once(file: Path):
     ("keys", "error", "message"),
     [
         ({"general.architecture": "mamba"}, ValueError, "must be one of .*'qwen3'.* got 'mamba'"),
+        ({"general.architecture": ["llama"]}, ValueError, r"must be one of .* got \['llama'\]"),
         ({"general.type": "adapter"}, ValueError, "got an adapter.*llama-export-lora"),
         ({"split.count": 3}, ValueError, "got one of 3 parts; merge them first: llama-gguf-split"),
         ({"expert_count": 8}, NotImplementedError, "expert_count=8"),
+        ({"expert_gating_func": 2}, NotImplementedError, "llama.expert_gating_func=2"),
+        ({"expert_shared_count": 1}, NotImplementedError, "expert_shared_count=1"),
         ({"attention.sliding_window": 64}, NotImplementedError, "window 64"),
         ({"logit_scale": 0.5}, NotImplementedError, "logit_scale=0.5"),
         ({"attention.causal": False}, NotImplementedError, "llama.attention.causal=False"),
@@ -320,16 +324,42 @@ def test_what_is_not_implemented_is_refused(file: Path, keys, error, message: st
         load(file)
 
 
+def test_every_wrong_tensor_of_experts_is_named_at_once(file: Path):
+    def spoil(stored: dict[str, Any]) -> None:
+        for name, index in (
+            ("blk.0.ffn_up_exps.weight", np.s_[:5]),
+            ("blk.1.ffn_up_exps.weight", np.s_[0]),
+            ("blk.1.ffn_gate_exps.weight", np.s_[:, :8]),
+            ("blk.1.ffn_gate_inp.weight", np.s_[:5]),
+        ):
+            stored[name] = stored[name][0][index], stored[name][1]
+
+    write_gguf(file, "qwen3_moe", quantisation="F16", edit=spoil)
+    with pytest.raises(ValueError, match="must fit its metadata") as raised:
+        load(file)
+    message = str(raised.value)
+    assert "7 tensors missing: blk.0.ffn_up_exps.weight[5]; blk.1.ffn_up_exps.weight[0]" in message
+    assert "1 tensors unknown: blk.1.ffn_up_exps.weight" in message
+    assert "7 tensors of a wrong shape" in message
+    assert "blk.1.ffn_gate_exps.weight[5] must be (16, 32), got (8, 32)" in message
+    assert "blk.1.ffn_gate_inp.weight must be (6, 32), got (5, 32)" in message
+
+
 def test_a_missing_key_is_named(file: Path):
     write_gguf(file)
     file.write_bytes(file.read_bytes().replace(b"llama.block_count", b"llama.block_kount"))
     with pytest.raises(ValueError, match=r"must have the keys \['llama.block_count'\]"):
         load(file)
+    write_gguf(file, "qwen3_moe")
+    file.write_bytes(file.read_bytes().replace(b"expert_used_count", b"expert_used_kount"))
+    with pytest.raises(ValueError, match=r"must have the keys \['qwen3moe.expert_used_count'\]"):
+        load(file)
 
 
 def test_harmless_keys_are_passed_over(file: Path):
-    keys = {"expert_count": 0, "rope.dimension_count": 8, "vocab_size": 256, "something.new": 3}
-    write_gguf(file, keys=keys | {"attention.sliding_window": 512})
+    keys = {"expert_count": 0, "expert_gating_func": 1, "something.new": 3}
+    keys |= {"rope.dimension_count": 8, "vocab_size": 256, "attention.sliding_window": 512}
+    write_gguf(file, keys=keys)
     load(file)
 
 
@@ -410,7 +440,8 @@ def test_the_command_line_takes_a_file(file: Path, sketchwalk):
 
 # Against transformers.
 
-# Its loader reads Llama's head_dim from another key, and assumes 128 for Qwen3.
+# Its loader reads Llama's head_dim from another key, and assumes 128 for Qwen3 and experts of width
+# 768.
 PARITY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-q8_0": ("llama", "Q8_0", {}),
     "llama-q4_0-tied": (
@@ -420,6 +451,7 @@ PARITY: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen2-q8_0": ("qwen2", "Q8_0", {"rope_theta": 1e6}),
     "qwen3-f16": ("qwen3", "F16", {"head_dim": 128}),
+    "qwen3-moe-q8_0": ("qwen3_moe", "Q8_0", {"moe_intermediate_size": 768}),
 }
 
 

@@ -69,6 +69,10 @@ def test_every_spelling_of_rope_means_the_same(spelling: str):
 
 
 QWEN2_BIASES = {"qkv_bias": True, "o_bias": False, "mlp_bias": False}
+NAMES_OF_EXPERTS = (
+    "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step "
+    "mlp_only_layers"
+).split()
 # transformers' meaning of a config.json without these keys.
 ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"head_dim": ...}, {"head_dim": 8}),
@@ -84,6 +88,25 @@ ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"hidden_act": ...}, {}),
     ("llama", {"torch_dtype": ...}, {"dtype": "float32"}),
     ("llama", {"torch_dtype": ..., "dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    ("qwen3_moe", {"head_dim": ...}, {"head_dim": 8}),
+    ("qwen3_moe", {"num_key_value_heads": ...}, {"num_kv_heads": 4}),
+    (
+        "qwen3_moe",
+        {name: ... for name in NAMES_OF_EXPERTS},
+        {
+            "num_experts": 128,
+            "experts_per_token": 8,
+            "expert_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "dense_mlp_layers": (),
+        },
+    ),
+    ("qwen3_moe", {"num_experts": ..., "num_local_experts": 3}, {"num_experts": 3}),
+    # The step counts layers from 1, the list from 0.
+    ("qwen3_moe", {"decoder_sparse_step": 2}, {"dense_mlp_layers": (0,), "expert_layers": (1,)}),
+    ("qwen3_moe", {"mlp_only_layers": [1, 7]}, {"dense_mlp_layers": (1,), "expert_layers": (0,)}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}, {"num_experts": 0, "mlp_layers": (0, 1)}),
+    ("qwen3_moe", {"num_experts": 0}, {"experts_per_token": 0, "mlp_layers": (0, 1)}),
     # Qwen2 ignores these switches: its q, k and v always have a bias, o and the mlp never.
     ("qwen2", {}, QWEN2_BIASES),
     ("qwen2", {"attention_bias": True, "mlp_bias": True}, QWEN2_BIASES),
@@ -163,6 +186,10 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("llama", {"num_local_experts": 8}, "num_local_experts=8"),
+    ("qwen3", {"num_experts": 8}, "num_experts=8"),
+    ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+    ("qwen3_moe", {"moe_router_scale": 2.0}, "moe_router_scale=2.0"),
     ("qwen2", {"is_causal": False}, "is_causal=False"),
     ("qwen2", {"use_mrope": True}, "use_mrope=True"),  # a switch, not a factor of one
     ("llama", {"rope_interleaved": True}, "rope_interleaved=True"),
@@ -256,6 +283,7 @@ def test_a_sliding_window_is_refused_only_where_it_applies(case: str):
 
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mixtral"}, r"'llama', 'qwen2', 'qwen3'.*got 'mixtral'"),
+    ({"model_type": "qwen2_moe"}, r"'qwen3_moe'.*got 'qwen2_moe'"),
     ({"model_type": ...}, "got None"),
     ({"vocab_size": ..., "hidden_size": ...}, r"missing \['vocab_size', 'hidden_size'\]"),
     ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
@@ -274,6 +302,25 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 def test_invalid_configs_raise(overrides: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         read(**overrides)
+
+
+INVALID_EXPERTS: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts": "6"}, "num_experts must be an integer of at least 0, got '6'"),
+    ({"num_experts": 2**62}, "num_experts must be at most 100000 / num_hidden_layers 2, got 46"),
+    ({"num_experts_per_tok": 7}, "experts_per_token must be at most num_experts 6, got 7"),
+    ({"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive integer, got 0"),
+    ({"moe_intermediate_size": 1.5}, "moe_intermediate_size must be a positive integer"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, got 0"),
+    ({"mlp_only_layers": 0}, "mlp_only_layers must be a list of layers, got '0'"),
+    ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), INVALID_EXPERTS)
+def test_invalid_configs_of_experts_raise(overrides: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        read("qwen3_moe", **overrides)
 
 
 LLAMA3 = {"rope_type": "llama3", "original_max_position_embeddings": 8}

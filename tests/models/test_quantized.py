@@ -169,11 +169,15 @@ def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, 
 
 
 @pytest.mark.parametrize("weights", KINDS)
-@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.parametrize("kind", ["directory", "directory of experts", "file", "file of experts"])
 def test_a_checkpoint_is_quantised_while_it_is_read(kind, weights, tmp_path):
-    source = tmp_path if kind == "directory" else tmp_path / "model.gguf"
-    if kind == "directory":
-        checkpoints.write_checkpoint(source, "qwen2")
+    model_type = "qwen3_moe" if "experts" in kind else "qwen2"
+    source = tmp_path if "directory" in kind else tmp_path / "model.gguf"
+    if "directory" in kind:
+        layers = {"mlp_only_layers": [1]} if "experts" in kind else {}
+        checkpoints.write_checkpoint(source, model_type, **layers)
+    elif "experts" in kind:
+        write_gguf(source, model_type, quantisation="F16")
     else:  # with more rows than are read at once
         sizes = {"hidden_size": 320, "intermediate_size": 160, "head_dim": 80, "vocab_size": 300}
         write_gguf(source, quantisation="Q8_0", **sizes)

@@ -1,5 +1,6 @@
 """Loading of safetensors directories: values, dtypes, placement, progress."""
 
+import re
 import shutil
 import unittest.mock
 from pathlib import Path
@@ -30,6 +31,12 @@ LINEAR = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+EXPERTS = {
+    "router": "mlp.gate",
+    "expert_gate": r"mlp.experts.(\d+).gate_proj",
+    "expert_up": r"mlp.experts.(\d+).up_proj",
+    "expert_down": r"mlp.experts.(\d+).down_proj",
+}
 SCALES = {
     "attn_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -38,28 +45,36 @@ SCALES = {
 }
 
 
+def in_order(tensors: dict[str, np.ndarray], stored: str) -> dict[tuple[int, ...], str]:
+    """Returns the names of a parameter's tensors, by layer and perhaps expert."""
+    pattern = re.compile(rf"model\.layers\.(\d+)\.{stored}\.weight")
+    found = [match for match in map(pattern.fullmatch, tensors) if match]
+    return {tuple(map(int, match.groups())): match[0] for match in found}
+
+
 def assert_holds(
     params: dict[str, Any], tensors: dict[str, np.ndarray], config: ModelConfig
 ) -> None:
     """Checks that every parameter is its stored tensor, transposed and with an axis of heads."""
     heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
-    for layer in range(config.num_layers):
-        own = jax.tree.map(lambda stack, layer=layer: stack[layer], params["layers"])
-        kept = {name.removeprefix(f"model.layers.{layer}."): x for name, x in tensors.items()}
-        for name, stored in LINEAR.items():
-            weight, bias = kept[f"{stored}.weight"], kept.get(f"{stored}.bias")
+    for name, stored in (LINEAR | EXPERTS | SCALES).items():
+        names = in_order(tensors, stored)
+        assert (name in params["layers"]) == bool(names)
+        layers = sorted({layer for layer, *_ in names})
+        for (layer, *expert), full_name in names.items():
+            index = layers.index(layer), *expert
+            own = jax.tree.map(lambda stack, index=index: stack[index], params["layers"][name])
+            weight, bias = tensors[full_name], tensors.get(full_name.replace("weight", "bias"))
+            if name in SCALES:
+                np.testing.assert_array_equal(own["scale"], weight)
+                continue
             outputs = (heads[name], config.head_dim) if name in heads else weight.shape[:1]
             inputs = (config.num_heads, config.head_dim) if name == "out" else weight.shape[1:]
             expected = weight.T.reshape(*inputs, *outputs)
-            np.testing.assert_array_equal(own[name]["kernel"], expected)
-            assert ("bias" in own[name]) == (bias is not None)
+            np.testing.assert_array_equal(own["kernel"], expected)
+            assert ("bias" in own) == (bias is not None)
             if bias is not None:
-                np.testing.assert_array_equal(own[name]["bias"], bias.reshape(outputs))
-        for name, stored in SCALES.items():
-            scale = kept.get(f"{stored}.weight")
-            assert (name in own) == (scale is not None)
-            if scale is not None:
-                np.testing.assert_array_equal(own[name]["scale"], scale)
+                np.testing.assert_array_equal(own["bias"], bias.reshape(outputs))
     np.testing.assert_array_equal(
         params["embed"]["embedding"], tensors["model.embed_tokens.weight"]
     )
@@ -78,6 +93,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"num_key_value_heads": 1}),
     "qwen3 tied with biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "experts in three files": ("qwen3_moe", {"num_shards": 3}),
+    "experts in some layers": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "mlp_only_layers": [0, 2], "attention_bias": True},
+    ),
     "more rows than are read at once": (
         "llama",
         {"hidden_size": 320, "intermediate_size": 150, "head_dim": 80, "vocab_size": 300},

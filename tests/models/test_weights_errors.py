@@ -44,6 +44,21 @@ def test_every_wrong_tensor_is_named_at_once(tmp_path: Path):
     )
 
 
+def test_every_wrong_tensor_of_experts_is_named_at_once(tmp_path: Path):
+    tensors = write_checkpoint(tmp_path, "qwen3_moe", mlp_only_layers=[0])
+    experts = "model.layers.1.mlp.experts."
+    del tensors[f"{experts}3.up_proj.weight"]
+    rename(tensors, f"{experts}5.gate_proj.weight", f"{experts}6.gate_proj.weight")
+    tensors[f"{experts}2.down_proj.weight"] = np.zeros((16, 32), np.float32)
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"must fit its config\.json") as raised:
+        load(tmp_path)
+    message = str(raised.value)
+    assert f"missing: {experts}3.up_proj.weight; {experts}5.gate_proj.weight\n" in message
+    assert f"unknown: {experts}6.gate_proj.weight\n" in message
+    assert f"{experts}2.down_proj.weight must be (32, 16), got (16, 32)" in message
+
+
 def test_long_lists_of_wrong_tensors_are_cut(tmp_path: Path):
     write_checkpoint(tmp_path)
     write_tensors(tmp_path, {"other": np.zeros(1, np.float32)})
