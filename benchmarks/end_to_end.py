@@ -138,7 +138,7 @@ PARTS = {
         "token_scores",
     ),
     "walk and lists": ("select", "token_page_scores", "token_lists", "walk"),
-    "linear": ("linear", "decode_matmul", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
+    "linear": ("linear", "decode_matmul", "grouped", "nvjet", "gemm", "gemv", "cutlass", "cublas"),
 }
 REST = "rest"
 # Fields that identify a row.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.experts import mixture
@@ -313,7 +313,7 @@ def first_columns(
     function: Callable[..., tuple[Array, ...]],
     updated: tuple[Float[Array, "B T ..."], ...],
     written: tuple[Float[Array, "B T ..."], ...],
-    *arrays: Float[Array, "B T ..."],
+    *arrays: Shaped[Array, "B T ..."],
     widths: Widths,
 ) -> tuple[Float[Array, "B T ..."], ...]:
     """Applies a function of each token to the first columns.

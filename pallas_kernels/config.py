@@ -36,6 +36,10 @@ WRITTEN_CHANNELS = 128  # divides the channels of a token's keys in all heads
 GATED_COLUMNS = 8  # divides the number of columns
 MOST_GATED_COLUMNS = 28672
 
+# Limits of the grouped matmul kernel.
+GROUP_ROWS = 128  # rows of a group
+GROUP_COLUMNS = 64  # divides the numbers of inputs and of columns
+
 _HOPPER_MULTIPROCESSORS = 132  # H100 or H200
 # Shared memory per multiprocessor in KiB, by compute capability; 8.6, 8.9 and 12.0 have the least.
 _SHARED_KIB = {"8.0": 164, "8.7": 164, "9.0": 228, "10.0": 228, "10.3": 228}
@@ -204,6 +208,32 @@ def why_not_swiglu_quantize(gate: Any) -> str | None:
             f"it takes a multiple of {GATED_COLUMNS} columns, at most {MOST_GATED_COLUMNS}, not "
             f"{columns}"
         )
+    return None
+
+
+def why_not_grouped_shape(rows: Any, *weights: Any) -> str | None:
+    """Returns why the grouped matmul kernel does not support these arrays, or `None` if it does.
+
+    Args:
+      rows: Rows `[G, R, D]`, an array or its abstract shape.
+      *weights: Stacked weights `[M, D, F]`, likewise: one array, or two for SwiGLU.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    groups, num_rows, inputs = rows.shape
+    types = sorted({x.dtype.name for x in (rows, *weights)})
+    if types not in (["bfloat16"], ["float16"]):
+        return f"it takes rows and weights all in bfloat16 or float16, not {' and '.join(types)}"
+    if num_rows != GROUP_ROWS or not groups:
+        return f"it takes groups of {GROUP_ROWS} rows, not {groups} groups of {num_rows}"
+    shape = weights[0].shape
+    if shape[1] != inputs or any(x.shape != shape for x in weights):
+        shapes = " and ".join(str(x.shape) for x in weights)
+        return f"it takes weights of one shape with {inputs} inputs, not {shapes}"
+    columns = shape[2]
+    if not inputs or not columns or inputs % GROUP_COLUMNS or columns % GROUP_COLUMNS:
+        return f"it takes multiples of {GROUP_COLUMNS} inputs and columns, not {inputs}, {columns}"
     return None
 
 

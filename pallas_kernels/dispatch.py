@@ -24,7 +24,8 @@ FULL_BLOCK = 64
 
 # Operations with kernels, by GPU. "selection" serves any policy, "prompt selection" and "token
 # selection" the recommended policy (including its cache writes); "linear layers" is decode matmul;
-# "float8 SwiGLU" runs between the float8 products of the mlp in prefill.
+# "float8 SwiGLU" runs between the float8 products of the mlp in prefill; "grouped matmul" is the
+# experts' products in prefill.
 KERNELS = {
     "hopper": (
         "prefill",
@@ -34,6 +35,7 @@ KERNELS = {
         "token selection",
         "linear layers",
         "float8 SwiGLU",
+        "grouped matmul",
     ),
     "ampere": ("prefill", "decode", "prompt selection", "token selection", "linear layers"),
 }

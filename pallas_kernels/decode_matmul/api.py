@@ -13,7 +13,8 @@ class DecodeMatmul(NamedTuple):
     """A decode matmul kernel.
 
     Attributes:
-      multiply: The kernel.
+      multiply: The kernel, of rows `[B, D]`, weights and a layer; or of groups of rows `[G, R, D]`,
+        weights and `Groups`, which names a matrix for each.
       why_not: Returns why the kernel does not support some rows and weights, or `None`.
       else_sums: Whether XLA computes elementwise products and their sums if `why_not` has a reason.
     """

@@ -2,6 +2,10 @@
 
     out_i[b, f] = Σ_d x[b, d] · W_i[layer, d, f]
 
+Or several groups of rows, each times its own matrix of the stack, such as the experts of tokens:
+
+    out_i[g, r, f] = Σ_d x[g, r, d] · W_i[matrix[g], d, f]     for g < used
+
 XLA would copy a layer out of the stack before it multiplies, which takes three passes over the
 weights instead of one. A norm before the product,
 
@@ -10,8 +14,8 @@ weights instead of one. A norm before the product,
 is left to XLA: it multiplies the rows by `g` before the kernel, and divides its sums by the root.
 
 With so few rows, reading the weights takes all of the time. A warp has 64 columns and some of the
-inputs, and shares nothing with other warps. A thread reads its weights from global memory to
-registers, 16 bytes of each of four inputs, several such groups ahead, and multiplies with
+inputs of one matrix, and shares nothing with other warps. A thread reads its weights from global
+memory to registers, 16 bytes of each of four inputs, several such pieces ahead, and multiplies with
 `mma.sync`. So no thread waits for shared memory, and registers hold all reads in flight.
 
 *Layout.* The order of inputs in the sum and of columns is free, so a thread multiplies the weights
@@ -36,6 +40,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.pallas_kernels.decode_matmul.groups import (
+    Groups,
+    check_groups,
+    operands,
+    why_not_groups,
+)
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
@@ -51,10 +61,11 @@ _LEAST_STEPS = 4  # per part, so that partial sums are small compared to the wei
 _PROGRAMS = 1024  # approximate number of thread blocks, several per SM slot
 # Weights are read once, so bypass L1; prefetch the rest of each 128 bytes into L2.
 _ONCE = ".nc.L1::no_allocate.L2::128B"
+_UNUSED = -1  # matrix of a group that is not in use
 _KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 MOST_ROWS = 32
-"""Most rows of the kernel: sums of more rows would not fit in registers."""
+"""Most rows of a group: sums of more rows would not fit in registers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,12 +73,16 @@ class _Tiling:
     """Static parameters of a call.
 
     Attributes:
-      rows: Rows.
-      starts: Index of each weight array's first group of 64 columns, then the number of groups.
+      has_groups: Whether rows come in groups, each with its own matrix.
+      groups: Number of groups; 1 if all rows have one layer.
+      rows: Rows of a group.
+      starts: Index of each weight array's first 64 columns, in units of 64, then their number.
       steps: Steps along the inputs.
       own_steps: Steps per part; the last part may have fewer.
     """
 
+    has_groups: bool
+    groups: int
     rows: int
     starts: tuple[int, ...]
     steps: int
@@ -79,52 +94,71 @@ class _Tiling:
         starts = [0]
         for one in kernels:
             starts.append(starts[-1] + one.shape[2] // _COLUMNS)
-        steps = x.shape[1] // _INPUTS
-        wanted = -(-_PROGRAMS // -(-starts[-1] // row_ops.WARPS))
+        steps = x.shape[-1] // _INPUTS
+        groups = x.shape[0] if x.ndim == 3 else 1
+        wanted = -(-_PROGRAMS // (groups * -(-starts[-1] // row_ops.WARPS)))
         parts = max(1, min(steps // _LEAST_STEPS, wanted))
-        return cls(rows=x.shape[0], starts=tuple(starts), steps=steps, own_steps=-(-steps // parts))
+        return cls(
+            has_groups=x.ndim == 3,
+            groups=groups,
+            rows=x.shape[-2],
+            starts=tuple(starts),
+            steps=steps,
+            own_steps=-(-steps // parts),
+        )
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Thread blocks: groups of four warps, each with 64 columns, times parts of the inputs."""
-        return -(-self.starts[-1] // row_ops.WARPS), -(-self.steps // self.own_steps)
+    def grid(self) -> tuple[int, int, int]:
+        """Thread blocks: groups of rows, times four warps' columns, times parts of the inputs."""
+        tiles, parts = -(-self.starts[-1] // row_ops.WARPS), -(-self.steps // self.own_steps)
+        return self.groups, tiles, parts
 
 
-def _multiply(x: Any, layer: Any, *arrays: Any, tiling: _Tiling) -> None:
-    """Runs one thread block: some columns, one part of the inputs."""
-    sources, targets = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
-    tile, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
-    own_layer = layer[0]
+def _multiply(x: Any, matrix: Any, *arrays: Any, tiling: _Tiling) -> None:
+    """Runs one thread block: some columns, one part of the inputs of a group."""
+    group, tile, part = (jax.lax.axis_index(axis) for axis in ("group", "tile", "part"))
+    own, others = matrix[group], list(arrays)
+    if tiling.has_groups:
+        used = others.pop(0)
+        own = jnp.where(group < used[0], own, _UNUSED)
+    half, numbers = len(others) // 2, (own, group, tile, part)
     if ops.is_interpreted():
-        _multiply_interpreted(x, own_layer, sources, targets, tile, part, tiling)
+        _multiply_interpreted(tiling, x, others[:half], others[half:], *numbers)
         return
 
-    @mlir.emit(x, *arrays, numbers=(own_layer, tile, part))
-    def _(x: Any, *arguments: Any) -> None:
-        *others, layer, tile, part = arguments
-        half = len(others) // 2
-        _Warp(tiling, layer, tile, part, x, others[:half], others[half:]).run()
+    @mlir.emit(x, *others, numbers=numbers)
+    def _(x: Any, *given: Any) -> None:
+        _Warp(tiling, x, given[:half], given[half : 2 * half], *given[2 * half :]).run()
 
 
 def _multiply_interpreted(
-    x: Any, layer: Array, sources: Any, targets: Any, tile: Array, part: Array, tiling: _Tiling
+    tiling: _Tiling,
+    x: Any,
+    sources: Sequence[Any],
+    targets: Sequence[Any],
+    matrix: Array,
+    group: Array,
+    tile: Array,
+    part: Array,
 ) -> None:
     first = part * tiling.own_steps
     inputs = jnp.arange(tiling.own_steps * _INPUTS, dtype=jnp.int32) + first * _INPUTS
     is_there = inputs < x.shape[1]
     inputs = jnp.minimum(inputs, x.shape[1] - 1)
-    rows = jnp.where(is_there, jnp.take(x[...], inputs, axis=1).astype(jnp.float32), 0)
+    own_rows = pl.ds(group * tiling.rows, tiling.rows)
+    rows = jnp.where(is_there, jnp.take(x[own_rows], inputs, axis=1).astype(jnp.float32), 0)
     for warp in range(row_ops.WARPS):
         own = tile * row_ops.WARPS + warp
         ends = zip(tiling.starts, tiling.starts[1:], sources, targets, strict=False)
         for start, end, source, target in ends:
 
-            @pl.when((own >= start) & (own < end))
+            @pl.when((own >= start) & (own < end) & (matrix != _UNUSED))
             def _(own: Any = own, start: int = start, source: Any = source, to: Any = target):
                 columns = pl.ds((own - start) * _COLUMNS, _COLUMNS)
-                weights = jnp.take(source[layer, :, columns], inputs, axis=0)
+                weights = jnp.take(source[matrix, :, columns], inputs, axis=0)
                 weights = jnp.where(is_there[:, None], weights.astype(jnp.float32), 0)
-                to[part, :, columns] = jnp.dot(rows, weights, precision=jax.lax.Precision.HIGHEST)
+                product = jnp.dot(rows, weights, precision=jax.lax.Precision.HIGHEST)
+                to[part, own_rows, columns] = product
 
 
 class _Warp:
@@ -133,15 +167,16 @@ class _Warp:
     def __init__(
         self,
         tiling: _Tiling,
-        layer: ir.Value,
-        tile: ir.Value,
-        part: ir.Value,
         x: ir.Value,
         sources: Sequence[ir.Value],
         targets: Sequence[ir.Value],
+        matrix: ir.Value,
+        group: ir.Value,
+        tile: ir.Value,
+        part: ir.Value,
     ) -> None:
         """Computes the thread's addresses."""
-        self._tiling, self._x, self._part = tiling, x, part
+        self._tiling, self._x = tiling, x
         self._kind = _KINDS[_name(x)]
         self._sums = -(-tiling.rows // _ROWS)  # products of eight rows
         _, self._inputs = ir.MemRefType(x.type).shape
@@ -152,14 +187,22 @@ class _Warp:
         self._first = arith.muli(part, _int(tiling.own_steps))
         left = arith.subi(_int(tiling.steps), self._first)
         self._count = arith.minsi(left, _int(tiling.own_steps))
-        # Addresses of the layer and of the results, in the array that the columns belong to.
+        if tiling.has_groups:
+            is_used = mlir.compare("ne", matrix, _UNUSED)
+            self._is_there = arith.andi(self._is_there, is_used)
+            self._count = arith.select(self._is_there, self._count, _int(0))
+        # The group's first row in `x` and in the results.
+        self._first_row = arith.muli(group, _int(tiling.rows))
+        own_part = arith.muli(part, _int(tiling.groups * tiling.rows))
+        self._first_result = arith.addi(own_part, self._first_row)
+        # Addresses of the matrix and of the results, in the array that the columns belong to.
         self._own: list[ir.Value] = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             width = ir.MemRefType(source.type).shape[2]
             column = arith.muli(arith.subi(own, _int(tiling.starts[index])), _int(_COLUMNS))
             column = arith.addi(column, arith.muli(self._group, _int(8)))
-            # 64 bits: a stack may have more than 2^31 weights, but a layer has fewer.
-            before = arith.muli(mlir.long(layer), mlir.long(_int(self._inputs * width)))
+            # 64 bits: a stack may have more than 2^31 weights, but a matrix has fewer.
+            before = arith.muli(mlir.long(matrix), mlir.long(_int(self._inputs * width)))
             weights = mlir.address(source, arith.addi(before, mlir.long(column)))
             found = [weights, mlir.address(target, column), _int(width)]
             if index:
@@ -177,6 +220,10 @@ class _Warp:
         bounds = (arith.constant(index, 0), mlir.index(self._count), arith.constant(index, 1))
         loop = scf.ForOp(*bounds, [*held, *sums])
         with ir.InsertionPoint(loop.body):
+            if self._tiling.has_groups:
+                # Unrolled, these short loops would need twice as many registers: with fewer, all
+                # thread blocks of a token's experts run at once.
+                mlir.effect('.pragma "nounroll";')
             step = arith.index_cast(mlir.i32(), loop.induction_variable)
             carried = list(loop.inner_iter_args)
             each = len(held) // _GROUPS
@@ -205,6 +252,7 @@ class _Warp:
         for block in range(self._sums):
             row = arith.addi(self._group, _int(_ROWS * block))
             is_row = arith.andi(is_there, mlir.compare("slt", row, _int(self._tiling.rows)))
+            row = arith.addi(self._first_row, row)
             place = arith.addi(arith.muli(row, _int(self._inputs)), first)
             flag = mlir.flag(is_row)
             found += mlir.load(mlir.address(self._x, place), 2, flag)
@@ -237,11 +285,10 @@ class _Warp:
         """Writes eight adjacent columns of two rows, per group of eight rows."""
         _, target, width = self._own
         rows = self._tiling.rows
-        first = arith.muli(self._part, _int(rows))
         for block in range(self._sums):
             for own in range(2):
                 row = arith.addi(arith.muli(self._place, _int(2)), _int(_ROWS * block + own))
-                place = arith.muli(arith.addi(first, row), width)
+                place = arith.muli(arith.addi(self._first_result, row), width)
                 start = mgpu.utils.getelementptr(target, [place], ir.F32Type.get())
                 values = [
                     sums[4 * (tile * self._sums + block) + half + own]
@@ -273,7 +320,7 @@ def why_not_decode_matmul(
     """Returns why the kernel does not support these rows and weights, or `None` if it does.
 
     Args:
-      x: Rows `[B, D]`, an array or its abstract shape.
+      x: Rows `[B, D]` or groups of rows `[G, R, D]`, an array or its abstract shape.
       kernels: Weights `[L, D, F]`, likewise.
       scale: Scale of a norm `[L, D]`, likewise.
       is_transposed: Whether weights are `[L, F, D]`, which is unsupported.
@@ -284,34 +331,33 @@ def why_not_decode_matmul(
         return f"it takes bfloat16 or float16 for all arrays, not {', '.join(sorted(names))}"
     if is_transposed or weight_scales is not None:
         return "it takes weights [L, D, F] without scales"
-    if x.shape[0] > MOST_ROWS:
-        return f"it takes at most {MOST_ROWS} rows, not {x.shape[0]}"
-    widths = [one.shape[2] for one in kernels]
-    if x.shape[1] % _INPUTS or any(width % _COLUMNS for width in widths):
-        return f"it takes multiples of {_INPUTS} inputs and columns, not {x.shape[1]} and {widths}"
-    return None
+    widths, inputs = [one.shape[2] for one in kernels], x.shape[-1]
+    if inputs % _INPUTS or any(width % _COLUMNS for width in widths):
+        return f"it takes multiples of {_INPUTS} inputs and columns, not {inputs} and {widths}"
+    return why_not_groups(x, scale, most_rows=MOST_ROWS)
 
 
 def decode_matmul_kernel(
-    x: Float[Array, "B D"],
+    x: Float[Array, "*G R D"],
     kernels: Sequence[Float[Array, "L D _"]],
-    layer: Int[Array, ""],
+    layer: Int[Array, ""] | Groups,
     *,
     scale: Float[Array, "L D"] | None = None,
     eps: float = 0.0,
     is_transposed: bool = False,
     weight_scales: Sequence[Any] | None = None,
     interpret: bool = False,
-) -> list[Float[Array, "B _"]]:
+) -> list[Float[Array, "*G R _"]]:
     """Computes `out_i` of the module.
 
     It has the same arguments as `hopper_decode_matmul_kernel`, which multiplies quantized weights.
 
     Args:
-      x: Rows in bfloat16 or float16, at most `MOST_ROWS`.
+      x: Rows `[B, D]` or groups of rows `[G, R, D]` in bfloat16 or float16, at most `MOST_ROWS`
+        (of each group).
       kernels: Weights of all layers in the same type; `D` and each `F` are multiples of 64.
-      layer: The layer.
-      scale: `g` of all layers, in the same type; `None` for no norm.
+      layer: The layer; for groups of rows, the matrix of each.
+      scale: `g` of all layers, in the same type; `None` for no norm. Groups must have none.
       eps: Constant that the norm adds to the mean of squares.
       is_transposed: Must be `False`.
       weight_scales: Must be `None`.
@@ -328,25 +374,27 @@ def decode_matmul_kernel(
     )
     if reason is not None:
         raise ValueError(f"x and kernels must fit the kernel: {reason}")
+    check_groups(x, layer)
     tiling = _Tiling.of(x, kernels)
-    rows, inverse = x, None
+    rows, inverse = x.reshape(-1, x.shape[-1]), None
     if scale is not None:
+        assert not isinstance(layer, Groups)  # refused above
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
         rows = (wide * scale[layer][None].astype(jnp.float32)).astype(x.dtype)
-    parts = tiling.grid[1]
+    parts = tiling.grid[-1]
     found = ops.kernel(
         functools.partial(_multiply, tiling=tiling),
         out_type=[
-            jax.ShapeDtypeStruct((parts, tiling.rows, one.shape[2]), jnp.float32) for one in kernels
+            jax.ShapeDtypeStruct((parts, len(rows), one.shape[2]), jnp.float32) for one in kernels
         ],
         grid=tiling.grid,
-        grid_names=("tile", "part"),
+        grid_names=("group", "tile", "part"),
         compiler_params=ops.compiler_params(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         interpret=interpret,
         kernel_name="decode_matmul_kernel",
-    )(rows, layer.astype(jnp.int32).reshape(1), *kernels)
-    sums = [jnp.sum(one, axis=0) for one in found]
+    )(rows, *operands(layer), *kernels)
+    sums = [jnp.sum(one, axis=0).reshape(*x.shape[:-1], -1) for one in found]
     return sums if inverse is None else [one * inverse for one in sums]

@@ -4,7 +4,12 @@
     W_i[layer, d, f] = q_i[layer, f, d] · s_i[layer, f]
 
 for one or several arrays of weights that share their input, such as the query, key and value
-weights. The weights `q` (float8_e4m3fn or int8) lie with the inputs last, and have a scale `s` for
+weights. Or several groups of rows, each times its own matrix of the stack, such as the experts of
+tokens:
+
+    out_i[g, r, f] = Σ_d x[g, r, d] · W_i[matrix[g], d, f]     for g < used
+
+The weights `q` (float8_e4m3fn or int8) lie with the inputs last, and have a scale `s` for
 each output. The kernel reads them once and in place: XLA would copy a layer out of the stack before
 it multiplies, which takes three passes over it instead of one. If the input goes through a norm,
 
@@ -30,6 +35,10 @@ With split rows, launching thread blocks in several waves would take a large par
 there are only as many thread blocks as the GPU runs at once. The tiles of all columns form one
 sequence, of which each thread block has an equal share. Its copies continue across the boundary
 from one group of columns to the next. So the number of thread blocks per group of columns varies.
+
+With groups of rows, the sequence has the tiles of all groups in use. Thread blocks share units of
+a few tiles along the inputs, and each unit is a part. So a result depends on its row and its matrix
+alone, not on the place of its group in the sequence.
 """
 
 import dataclasses
@@ -48,6 +57,12 @@ from jaxtyping import Array, Float, Int, Num
 
 from sketchwalk_jax.pallas_kernels.config import num_multiprocessors, shared_memory
 from sketchwalk_jax.pallas_kernels.decode_matmul import dequantize, operand_split
+from sketchwalk_jax.pallas_kernels.decode_matmul.groups import (
+    Groups,
+    check_groups,
+    operands,
+    why_not_groups,
+)
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 
 _TILE = 64  # columns per tile of weights
@@ -82,11 +97,14 @@ class Tiling:
     Attributes:
       dtype: Type of the weights.
       depth: Inputs per tile.
-      rows: Rows, rounded up to a multiple of eight.
+      has_groups: Whether rows come in groups, each with its own matrix.
+      groups: Number of groups; 1 if all rows have one layer.
+      rows: Rows of a group, rounded up to a multiple of eight.
       num_rows: `rows`, or the number of rows if that is less than eight.
-      starts: Index of each weight array's first group of 64 columns, then the number of groups.
+      starts: Index of each weight array's first 64 columns, in units of 64, then their number.
       steps: Tiles along the inputs.
       own_steps: Tiles along the inputs per thread block with dequantized weights, at most.
+      unit: Tiles along the inputs that one thread block adds up with groups of rows; otherwise 1.
       programs: Thread blocks that share all tiles with split rows.
       stages: Tiles in shared memory.
       has_norm: Whether the input goes through a norm.
@@ -94,11 +112,14 @@ class Tiling:
 
     dtype: Any
     depth: int
+    has_groups: bool
+    groups: int
     rows: int
     num_rows: int
     starts: tuple[int, ...]
     steps: int
     own_steps: int
+    unit: int
     programs: int
     stages: int
     has_norm: bool
@@ -122,14 +143,22 @@ class Tiling:
 
     @property
     def parts(self) -> int:
-        """Most thread blocks that share a group of 64 columns."""
+        """Most parts of the sums of 64 columns."""
+        if self.has_groups:
+            return self.steps // self.unit
         if self.has_digits:
             return max(self.counts)
         return -(-self.steps // self.own_steps)
 
-    def begin_of(self, program: Any) -> Any:
-        """Returns the first tile of a thread block's share of the sequence of all tiles."""
-        return _divide(program * (self.starts[-1] * self.steps), self.programs)
+    def begin_of(self, program: Any, used: Any) -> Any:
+        """Returns the first tile of a thread block's share of the sequence of all tiles.
+
+        Args:
+          program: The thread block.
+          used: Number of groups in use.
+        """
+        units = used * (self.starts[-1] * (self.steps // self.unit))
+        return _divide(program * units, self.programs) * self.unit
 
     def program_of(self, place: Any) -> Any:
         """Returns the thread block whose share contains a tile of that sequence."""
@@ -178,38 +207,40 @@ def _divide(number: Any, by: int) -> Any:
     return number // by if isinstance(number, int) else jax.lax.div(number, by)
 
 
-def _multiply(x: Any, layer: Any, *arrays: Any, tiling: Tiling, **scratch: Any) -> None:
+def _multiply(x: Any, matrix: Any, *arrays: Any, tiling: Tiling, **scratch: Any) -> None:
     """Runs one thread block: some columns, some of the inputs."""
     program: type[_DigitsProgram | _WidenedProgram]
     program = _DigitsProgram if tiling.has_digits else _WidenedProgram
-    program(tiling, x, layer, arrays, scratch).run()
+    program(tiling, x, matrix, arrays, scratch).run()
 
 
 class _Program:
     """Copies and writes of one thread block; subclasses multiply."""
 
     def __init__(
-        self, tiling: Tiling, x: Any, layer: Any, arrays: Sequence[Any], scratch: dict[str, Any]
+        self, tiling: Tiling, x: Any, matrix: Any, arrays: Sequence[Any], scratch: dict[str, Any]
     ) -> None:
         """Computes the thread block's share of the tiles.
 
         Args:
           tiling: The static sizes.
           x: Rows.
-          layer: The layer.
-          arrays: The norm's scale if there is one, weights, results, and with a norm the squares.
+          matrix: Matrices of the groups.
+          arrays: The number of groups in use if there are groups, the norm's scale if there is one,
+            weights, results, and with a norm the squares.
           scratch: Shared memory, described by `Tiling.scratch`.
         """
-        self._tiling, self._x = tiling, x
+        self._tiling, self._x, self._matrix = tiling, x, matrix
         self._own = types.SimpleNamespace(**scratch)
         every: tuple[Any, ...] = tuple(arrays) if tiling.has_norm else (None, *arrays, None)
         self._scale, *others, self._squares = every
+        self._used = others.pop(0)[0] if tiling.has_groups else 1
         count = len(tiling.starts) - 1
         self._sources, self._targets = others[:count], others[count:]
         # The target of copies of rows.
         self._rows = self._own.arrived if tiling.has_digits else self._own.inputs
         self._begin, self._count = self._share()
-        self._layer = layer[0]
+        self._layer = matrix[0]
         for step in range(tiling.stages - 1):
             self._load(jnp.int32(step))
 
@@ -218,8 +249,19 @@ class _Program:
         raise NotImplementedError
 
     def _place_of(self, step: Any) -> tuple[Any, Any]:
-        """Returns the group of 64 columns of a step, and the tile within the group."""
+        """Returns the columns of a step, counted by 64 over all groups, and the tile in them."""
         raise NotImplementedError
+
+    def _group_of(self, tile: Any) -> tuple[Any, Any]:
+        """Returns the group of rows that columns belong to, and the columns within the group."""
+        if not self._tiling.has_groups:
+            return 0, tile
+        count = self._tiling.starts[-1]
+        return jax.lax.div(tile, count), jax.lax.rem(tile, count)
+
+    def _rows_of(self, group: Any) -> Any:
+        """Returns the rows of a group."""
+        return pl.ds(group * self._tiling.num_rows, self._tiling.num_rows)
 
     def _of_array(self, tile: Any, body: Any) -> None:
         """Runs `body(index, columns)` for the array that a tile's columns belong to."""
@@ -241,27 +283,31 @@ class _Program:
             start = place * tiling.depth
             inputs = pl.ds(start, tiling.depth)
             target = self._rows.at[slot]
+            group, tile = self._group_of(tile)
+            matrix = self._matrix[group] if tiling.has_groups else self._layer
+            rows = self._x.at[self._rows_of(group)]
             for piece in range(0, tiling.depth, tiling.piece):
                 source, where = pl.ds(start + piece, tiling.piece), pl.ds(piece, tiling.piece)
                 whole = tiling.piece == tiling.depth
                 part = target if whole else target.at[:, where]
-                plgpu.copy_gmem_to_smem(self._x.at[:, source], part, own.filled.at[slot])
+                plgpu.copy_gmem_to_smem(rows.at[:, source], part, own.filled.at[slot])
                 if tiling.has_norm:
                     part = own.scales.at[slot] if whole else own.scales.at[slot, where]
                     scale = self._scale.at[self._layer, source]
                     plgpu.copy_gmem_to_smem(scale, part, own.filled.at[slot])
 
             def copy(index: int, columns: Any) -> None:
-                source = self._sources[index].at[self._layer, columns, inputs]
+                source = self._sources[index].at[matrix, columns, inputs]
                 plgpu.copy_gmem_to_smem(source, own.weights.at[slot], own.filled.at[slot])
 
             self._of_array(tile, copy)
 
     def _put(self, sums: Any, tile: Any, part: Any) -> None:
         """Starts to write the sums of some columns to their part of the result."""
+        group, tile = self._group_of(tile)
 
         def copy(index: int, columns: Any) -> None:
-            target = self._targets[index].at[part, pl.ds(0, self._tiling.num_rows), columns]
+            target = self._targets[index].at[part, self._rows_of(group), columns]
             plgpu.copy_smem_to_gmem(sums, target)
 
         self._of_array(tile, copy)
@@ -272,8 +318,8 @@ class _DigitsProgram(_Program):
 
     def _share(self) -> tuple[Any, Any]:
         self._program = jax.lax.axis_index("program")
-        begin = self._tiling.begin_of(self._program)
-        return begin, self._tiling.begin_of(self._program + 1) - begin
+        begin, end = (self._tiling.begin_of(self._program + one, self._used) for one in (0, 1))
+        return begin, end - begin
 
     def _place_of(self, step: Any) -> tuple[Any, Any]:
         place = self._begin + step
@@ -305,15 +351,21 @@ class _DigitsProgram(_Program):
             left = own.weights.at[slot, :, part]
             total = operand_split.add_line(total, left, *rows)
         tile, place = self._place_of(index)
-        is_last = (place == tiling.steps - 1) | (index == self._count - 1)
+        if tiling.has_groups:
+            is_last = jax.lax.rem(place, tiling.unit) == tiling.unit - 1
+        else:
+            is_last = (place == tiling.steps - 1) | (index == self._count - 1)
         # A thread block that shares the first columns starts with them: `found` is complete.
-        pl.when(is_last)(functools.partial(self._finish, total, found, tile))
+        pl.when(is_last)(functools.partial(self._finish, total, found, tile, place))
         return jnp.where(is_last, ops.full(total.shape, 0.0), total), found
 
-    def _finish(self, products: Any, found: Any, tile: Any) -> None:
-        """Writes the sums of some columns."""
+    def _finish(self, products: Any, found: Any, tile: Any, place: Any) -> None:
+        """Writes a part of the sums of some columns."""
         tiling, own = self._tiling, self._own
-        part = self._program - tiling.program_of(tile * tiling.steps)
+        if tiling.has_groups:
+            part = jax.lax.div(place, tiling.unit)
+        else:
+            part = self._program - tiling.program_of(tile * tiling.steps)
         plgpu.wait_smem_to_gmem(0)  # the previous columns' sums
         ops.write(own.sums.transpose((1, 0)), plgpu.layout_cast(products, _TURNED))
         plgpu.commit_smem()
@@ -401,7 +453,8 @@ class _WidenedProgram(_Program):
 
 def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
     """Returns the tiling for rows and weights, which are arrays or abstract shapes."""
-    num_rows, num_inputs = x.shape
+    *_, num_rows, num_inputs = x.shape
+    groups = x.shape[0] if x.ndim == 3 else 1
     rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
     starts = [0]
     for one in kernels:
@@ -412,17 +465,19 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
     for count in lines if num_rows <= operand_split.MOST_ROWS else [1]:
         depth = count * _LINE
         steps = num_inputs // depth
+        tiles = groups * starts[-1] * steps
         tiling = Tiling(
             dtype=kernels[0].dtype,
             depth=depth,
+            has_groups=x.ndim == 3,
+            groups=groups,
             rows=rows,
             num_rows=num_rows if num_rows < _LEAST_ROWS else rows,
             starts=tuple(starts),
             steps=steps,
             own_steps=-(-steps // parts),
-            programs=max(
-                1, min(num_multiprocessors() * resident, starts[-1] * steps // _LEAST_SHARE)
-            ),
+            unit=1,
+            programs=max(1, min(num_multiprocessors() * resident, tiles // _LEAST_SHARE)),
             stages=1,
             has_norm=has_norm,
         )
@@ -431,10 +486,28 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
             shared_bytes = shared_memory() // resident - _RESERVED_BYTES
         elif rows > _FEW_ROWS:
             shared_bytes = _SHARED_BYTES_OF_TWO
-        tiling = dataclasses.replace(tiling, stages=_stages(tiling, shared_bytes))
+        tiling = dataclasses.replace(
+            tiling, stages=_stages(tiling, shared_bytes), unit=_unit(tiling)
+        )
         if tiling.stages > 1:
             break
     return tiling
+
+
+def _unit(tiling: Tiling) -> int:
+    """Returns the tiles per unit with which groups of rows take the least time."""
+    if not tiling.has_groups:
+        return 1
+    columns = tiling.groups * tiling.starts[-1]
+    # Writing and reading 64 float32 sums of each row, relative to reading a tile of weights.
+    sums = 8 * tiling.num_rows / tiling.depth
+
+    def cost(unit: int) -> float:
+        """Returns the tiles of the busiest thread block, plus its sums."""
+        units = columns * (tiling.steps // unit)
+        return -(-units // tiling.programs) * unit + sums * units / tiling.programs
+
+    return min((one for one in range(1, tiling.steps + 1) if tiling.steps % one == 0), key=cost)
 
 
 def _stages(tiling: Tiling, shared_bytes: int) -> int:
@@ -460,7 +533,7 @@ def why_not_hopper_decode_matmul(
     """Returns why the kernel does not support these rows and weights, or `None` if it does.
 
     Args:
-      x: Rows `[B, D]`, an array or its abstract shape.
+      x: Rows `[B, D]` or groups of rows `[G, R, D]`, an array or its abstract shape.
       kernels: Weights `[L, F, D]`, likewise.
       scale: Scale of a norm `[L, D]`, likewise.
       is_transposed: Whether weights are `[L, F, D]`; the kernel needs `True`.
@@ -480,34 +553,34 @@ def why_not_hopper_decode_matmul(
         return f"weight_scales must be {wanted}, not {shapes}"
     if scale is not None and scale.dtype != x.dtype:
         return f"it takes a scale in bfloat16, not {scale.dtype}"
-    if x.shape[0] > MOST_ROWS:
-        return f"it takes at most {MOST_ROWS} rows, not {x.shape[0]}"
-    widths = [one.shape[1] for one in kernels]
-    if x.shape[1] % _LINE or any(width % _TILE for width in widths):
+    widths, inputs = [one.shape[1] for one in kernels], x.shape[-1]
+    if inputs % _LINE or any(width % _TILE for width in widths):
         both = f"{_LINE} inputs and {_TILE} columns"
-        return f"it takes multiples of {both}, not {x.shape[1]} and {widths}"
-    return None
+        return f"it takes multiples of {both}, not {inputs} and {widths}"
+    # Rows of groups are always split.
+    return why_not_groups(x, scale, most_rows=operand_split.MOST_ROWS if x.ndim == 3 else MOST_ROWS)
 
 
 def hopper_decode_matmul_kernel(
-    x: Float[Array, "B D"],
+    x: Float[Array, "*G R D"],
     kernels: Sequence[Num[Array, "L _ D"]],
-    layer: Int[Array, ""],
+    layer: Int[Array, ""] | Groups,
     *,
     scale: Float[Array, "L D"] | None = None,
     eps: float = 0.0,
     is_transposed: bool = True,
     weight_scales: Sequence[Float[Array, "L _"]] | None = None,
     interpret: bool = False,
-) -> list[Float[Array, "B _"]]:
+) -> list[Float[Array, "*G R _"]]:
     """Computes `out_i` of the module.
 
     Args:
-      x: Rows in bfloat16, at most `MOST_ROWS`.
+      x: Rows `[B, D]` in bfloat16, at most `MOST_ROWS`, or groups of rows `[G, R, D]`, at most
+        eight in each.
       kernels: Weights of all layers, all in float8_e4m3fn or all in int8; `D` is a multiple of 128
         and each `F` a multiple of 64.
-      layer: The layer.
-      scale: `g` of all layers, in bfloat16; `None` for no norm.
+      layer: The layer; for groups of rows, the matrix of each.
+      scale: `g` of all layers, in bfloat16; `None` for no norm. Groups must have none.
       eps: Constant that the norm adds to the mean of squares.
       is_transposed: Must be `True`: the weights are `[L, F, D]`.
       weight_scales: `s_i` of all layers, float32 `[L, F]`, one for each array of weights.
@@ -524,11 +597,13 @@ def hopper_decode_matmul_kernel(
     )
     if reason is not None or weight_scales is None:
         raise ValueError(f"x and kernels must fit the kernel: {reason}")
-    num_rows, num_inputs = x.shape
+    check_groups(x, layer)
     tiling = tile(x, kernels, has_norm=scale is not None)
+    flat = x.reshape(-1, x.shape[-1])
+    num_rows, num_inputs = flat.shape
     rows = tiling.rows
     shapes: list[tuple[int, ...]] = [
-        (tiling.parts, tiling.num_rows, one.shape[1]) for one in kernels
+        (tiling.parts, tiling.groups * tiling.num_rows, one.shape[1]) for one in kernels
     ]
     if scale is not None:
         shapes.append((tiling.parts, rows))
@@ -544,20 +619,21 @@ def hopper_decode_matmul_kernel(
         kernel_name="linear",
     )
     if not tiling.has_digits:
-        x = jnp.pad(x, ((0, rows - num_rows), (0, 0)))
+        flat = jnp.pad(flat, ((0, rows - num_rows), (0, 0)))
     norm = [] if scale is None else [scale]
-    *found, last = kernel(x, layer.astype(jnp.int32).reshape(1), *norm, *kernels)
+    *found, last = kernel(flat, *operands(layer), *norm, *kernels)
     arrays, inverse = [*found, last], None
-    counts = tiling.counts if tiling.has_digits else None
+    counts = tiling.counts if tiling.has_digits and not tiling.has_groups else None
     if scale is not None:
         arrays = found
         squares = _add_parts(last, counts and counts[:1] * rows)[:num_rows]
         inverse = jax.lax.rsqrt(squares / num_inputs + eps)
+    own_scales = layer.matrix if isinstance(layer, Groups) else layer
     results = []
     for index, one in enumerate(arrays):
         own = slice(*tiling.starts[index : index + 2])
         total = _add_parts(one, counts and np.repeat(counts[own], _TILE))[:num_rows]
-        total = total * weight_scales[index][layer][None]
+        total = total.reshape(*x.shape[:-1], -1) * weight_scales[index][own_scales][..., None, :]
         results.append(total if inverse is None else total * inverse[:, None])
     return results
 

@@ -313,8 +313,15 @@ class Accumulator:
         """Replaces the sums."""
         self._ref[...] = value
 
-    def loop(self, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """Runs `jax.lax.fori_loop` from 0; the body may use the accumulator."""
+    def loop(
+        self,
+        upper: Any,
+        body: Callable[[Any, Any], Any],
+        carry: Any,
+        *,
+        others: "Sequence[Accumulator]" = (),
+    ) -> Any:
+        """Runs `jax.lax.fori_loop` from 0; the body may use the accumulator and the others."""
         return jax.lax.fori_loop(0, upper, body, carry)
 
 
@@ -339,20 +346,35 @@ class InterpretedAccumulator(Accumulator):
         """Replaces the sums."""
         self._ref = value
 
-    def loop(self, upper: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """Runs the loop with the sums in its carry."""
+    def loop(
+        self,
+        upper: Any,
+        body: Callable[[Any, Any], Any],
+        carry: Any,
+        *,
+        others: Sequence[Accumulator] = (),
+    ) -> Any:
+        """Runs the loop with all sums in its carry."""
+        every = (self, *others)
 
-        def step(index: Any, state: tuple[Array, Any]) -> tuple[Array, Any]:
-            self._ref, carry = state
-            carry = body(index, carry)
-            return self._ref, carry
+        def step(index: Any, state: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
+            set_all(state[0])
+            carry = body(index, state[1])
+            return [x.load() for x in every], carry
 
-        self._ref, carry = jax.lax.fori_loop(0, upper, step, (self._ref, carry))
+        def set_all(sums: list[Array]) -> None:
+            for one, value in zip(every, sums, strict=True):
+                one.store(value)
+
+        sums, carry = jax.lax.fori_loop(0, upper, step, ([x.load() for x in every], carry))
+        set_all(sums)
         return carry
 
 
-def with_accumulator(body: Callable[[Accumulator], Any], shape: tuple[int, int]) -> Any:
-    """Runs `body` with an accumulator of zeros and returns what it returns."""
+def with_accumulator(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """Runs `body` with an accumulator of zeros for each shape and returns what it returns."""
     if is_interpreted():
-        return body(InterpretedAccumulator(jnp.zeros(shape, jnp.float32)))
-    return pl.run_scoped(lambda ref: body(Accumulator(ref)), plgpu.ACC(shape, jnp.float32))
+        return body(*(InterpretedAccumulator(jnp.zeros(x, jnp.float32)) for x in shapes))
+    return pl.run_scoped(
+        lambda *refs: body(*map(Accumulator, refs)), *(plgpu.ACC(x, jnp.float32) for x in shapes)
+    )

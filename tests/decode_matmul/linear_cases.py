@@ -10,15 +10,16 @@ from cases import NUM_LAYERS, Program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearCase:
-    """A decode matmul: rows times one layer of stacked weights.
+    """A decode matmul: rows times one layer of stacked weights, or groups of rows times several.
 
     Attributes:
-      rows: Number of rows.
+      rows: Number of rows, of each group if there are groups.
       inputs: Width of the rows.
       columns: Columns of each array of weights.
       has_norm: Whether the kernel normalizes the rows first.
       dtype: Type of the weights: 16 bits, `[L, D, F]`, for the kernel for GPUs from Ampere on; or
         eight bits, `[L, F, D]`, for Hopper's.
+      groups: Number of groups of rows, or 0 for rows that all have one layer.
     """
 
     rows: int
@@ -26,6 +27,7 @@ class LinearCase:
     columns: tuple[int, ...]
     has_norm: bool = False
     dtype: str = "bfloat16"
+    groups: int = 0
 
     @property
     def is_wide(self) -> bool:
@@ -35,6 +37,7 @@ class LinearCase:
     def program(self) -> Program:
         """Returns the products as a function of arrays, and their shapes."""
         from sketchwalk_jax.pallas_kernels.decode_matmul.decode_matmul import decode_matmul_kernel
+        from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups
         from sketchwalk_jax.pallas_kernels.decode_matmul.hopper import hopper_decode_matmul_kernel
 
         kernel = decode_matmul_kernel if self.is_wide else hopper_decode_matmul_kernel
@@ -55,9 +58,12 @@ class LinearCase:
         scales = None
         if not self.is_wide:
             scales = [array(NUM_LAYERS, width, dtype="float32") for width in self.columns]
+        layer: Any = array(dtype="int32")
+        if self.groups:
+            layer = Groups(array(self.groups, dtype="int32"), layer)
         return multiply, (
-            array(self.rows, self.inputs),
-            array(dtype="int32"),
+            array(*[self.groups] * bool(self.groups), self.rows, self.inputs),
+            layer,
             array(NUM_LAYERS, self.inputs),
             [weights(width) for width in self.columns],
             scales,
@@ -97,11 +103,22 @@ CODE_SHAPES = (
     LinearCase(rows=8, inputs=896, columns=(4864, 4864), dtype="float16"),
     LinearCase(rows=32, inputs=8192, columns=(28672, 28672)),
 )
+# The experts of one token, and of several.
+GROUPS = (
+    LinearCase(groups=8, rows=1, inputs=2048, columns=(768, 768)),
+    LinearCase(groups=160, rows=8, inputs=768, columns=(2048,)),
+)
 # Cases by GPU. Hopper gets each eight-bit type with each way to multiply: up to eight rows are
 # multiplied as an operand split, and for a single row twice as many inputs fit.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
         *CODE_SHAPES,
+        *GROUPS,
+        *(
+            dataclasses.replace(case, dtype=dtype)
+            for case in GROUPS
+            for dtype in ("float8_e4m3fn", "int8")
+        ),
         *(
             LinearCase(**shape, dtype=dtype)
             for dtype in ("float8_e4m3fn", "int8")
@@ -119,6 +136,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     ),
     "8.0": (
         *CODE_SHAPES,
+        *GROUPS,
         dataclasses.replace(CODE_SHAPES[2], has_norm=True, dtype="bfloat16"),
     ),
     "10.0": CODE_SHAPES[3:],

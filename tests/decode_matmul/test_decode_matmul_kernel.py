@@ -19,11 +19,12 @@ from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax.models import quantize_params, transformer
 from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.decode_matmul import operand_split
+from sketchwalk_jax.pallas_kernels.decode_matmul import hopper, operand_split
 from sketchwalk_jax.pallas_kernels.decode_matmul.decode_matmul import (
     decode_matmul_kernel,
     why_not_decode_matmul,
 )
+from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups
 from sketchwalk_jax.pallas_kernels.decode_matmul.hopper import (
     hopper_decode_matmul_kernel,
     why_not_hopper_decode_matmul,
@@ -58,20 +59,20 @@ KEPT = {
 }
 
 
-def draw(dtype, rows, inputs, widths):
-    """Draws rows, weights, the norm's scale, and the weights' scales or None.
+def draw(dtype, rows, inputs, widths, count=2):
+    """Draws rows, `count` matrices of weights, the norm's scale, and the weights' scales or None.
 
     Weights of eight bits have all bit patterns that are numbers.
     """
     rng = np.random.default_rng(rows)
     of_rows = dtype if dtype in WIDE else "bfloat16"
     x = jnp.asarray(rng.normal(size=(rows, inputs)), of_rows)
-    scale = jnp.asarray(rng.uniform(0.5, 2.0, size=(2, inputs)), of_rows)
+    scale = jnp.asarray(rng.uniform(0.5, 2.0, size=(count, inputs)), of_rows)
     if dtype in WIDE:
-        kernels = [jnp.asarray(rng.normal(size=(2, inputs, one)), dtype) for one in widths]
+        kernels = [jnp.asarray(rng.normal(size=(count, inputs, one)), dtype) for one in widths]
         return x, kernels, scale, None
     kernel_draws.skip_unless_hopper()
-    bits = [rng.integers(0, 256, size=(2, one, inputs), dtype=np.uint8) for one in widths]
+    bits = [rng.integers(0, 256, size=(count, one, inputs), dtype=np.uint8) for one in widths]
     if dtype != "int8":
         bits = [np.where(one & 127 == 127, 0, one) for one in bits]
     kernels = [jnp.asarray(one.view(jnp.dtype(dtype))) for one in bits]
@@ -79,12 +80,12 @@ def draw(dtype, rows, inputs, widths):
         x,
         kernels,
         scale,
-        [jnp.asarray(rng.uniform(0.5, 2, (2, w)), jnp.float32) for w in widths],
+        [jnp.asarray(rng.uniform(0.5, 2, (count, w)), jnp.float32) for w in widths],
     )
 
 
 @functools.partial(jax.jit, static_argnames="has_norm")
-def multiply(x, kernels, scale, weight_scales, layer, *, has_norm=False):
+def multiply(x, kernels, scale, weight_scales, layer, *, has_norm=False):  # or groups
     """Calls the kernel; as compiled, the one for 16 bits takes GPUs in turn."""
     options = {"scale": scale, "eps": EPS} if has_norm else {}
     if weight_scales is None:
@@ -117,6 +118,18 @@ def lost_in_sums(inputs, weights):
     return 2.0**-7 * np.sqrt(np.sum(products.max(axis=-1) ** 2, axis=-1))
 
 
+def assert_near(found, inputs, weights, dtype):
+    """Compares with the product of rows and one matrix in float64."""
+    wanted = inputs @ weights
+    if dtype in WIDE:
+        least = 1e-3 + 1e-4 * np.abs(wanted)
+    else:
+        least = 1e-5 * np.abs(wanted) + 1e-6 * np.abs(wanted).max()
+    if dtype == "float8_e4m3fn" and len(inputs) <= operand_split.MOST_ROWS:
+        least += lost_in_sums(inputs, weights)
+    assert (np.abs(found - wanted) <= least).all()
+
+
 @pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, CASES))
 def test_products_are_those_of_float64(name, capfd):
     *sizes, has_norm = CASES[name]
@@ -132,15 +145,54 @@ def test_products_are_those_of_float64(name, capfd):
         found, again, dequantized(kernels, weight_scales, 1), strict=True
     ):
         assert one.dtype == jnp.float32
-        wanted = inputs @ weights
-        if dtype in WIDE:
-            least = 1e-3 + 1e-4 * np.abs(wanted)
-        else:
-            least = 1e-5 * np.abs(wanted) + 1e-6 * np.abs(wanted).max()
-        if dtype == "float8_e4m3fn" and len(x) <= operand_split.MOST_ROWS:
-            least += lost_in_sums(inputs, weights)
-        assert (np.abs(one - wanted) <= least).all()
+        assert_near(one, inputs, weights, dtype)
         np.testing.assert_array_equal(one, same)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+# Type of the weights, rows of a group, inputs, and columns of each array.
+GROUPS = {
+    "one row a group": ("bfloat16", 1, 704, (64, 320)),
+    "several rows a group": ("float16", 9, 128, (64,)),
+    "one row a group, narrow weights": ("float8_e4m3fn", 1, 512, (64,)),
+    "several rows a group, narrow weights": ("int8", 3, 256, (64, 128)),
+}
+NOWHERE = 2**30  # a group that is not in use reads no matrix
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless(["one row a group", "one row a group, narrow weights"].__contains__, GROUPS)
+)
+def test_each_group_of_rows_has_its_own_matrix(name, monkeypatch, capfd):
+    """The first and the third of three groups are the same; the second matrix belongs to none."""
+    monkeypatch.setattr(hopper, "num_multiprocessors", lambda: 1)  # several groups a thread block
+    dtype, rows, inputs, widths = GROUPS[name]
+    matrices = (2, 0, 2, NOWHERE)
+    x, kernels, _, weight_scales = draw(dtype, len(matrices) * rows, inputs, widths, count=3)
+    x = x.reshape(len(matrices), rows, inputs)
+    x = x.at[2].set(x[0])
+    if weight_scales is None:
+        kernels = [one.at[1].set(jnp.nan) for one in kernels]
+    else:
+        weight_scales = [one.at[1].set(jnp.nan) for one in weight_scales]
+    groups = Groups(jnp.asarray(matrices), jnp.asarray(3))
+    clean = multiply(x, kernels, None, weight_scales, groups)
+    spoiled = multiply(x.at[1, -1, 5].set(jnp.nan), kernels, None, weight_scales, groups)
+    for index, (one, other) in enumerate(zip(clean, spoiled, strict=True)):
+        assert one.dtype == jnp.float32 and one.shape == (len(matrices), rows, widths[index])
+        for group, matrix in enumerate(matrices[:3]):
+            weights = dequantized(kernels, weight_scales, matrix)[index]
+            assert_near(one[group], np.asarray(x[group], np.float64), weights, dtype)
+        np.testing.assert_array_equal(one[0], one[2])
+        if not kernel_draws.ON_GPU:  # there, unwritten memory holds anything
+            assert np.isnan(one[3]).all()
+        assert np.isnan(other[1, -1]).all()
+        np.testing.assert_array_equal(other[1, :-1], one[1, :-1])
+        for group in (0, 2):
+            np.testing.assert_array_equal(other[group], one[group])
+    if dtype in WIDE:
+        (alone, *_) = multiply(x[1], kernels, None, None, jnp.asarray(0))
+        np.testing.assert_array_equal(clean[0][1], alone)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
@@ -193,14 +245,17 @@ def test_what_is_not_finite_stays_in_its_row_or_column(what, dtype):
         np.testing.assert_array_equal(one, other)
 
 
-def why_not(dtypes, *, x="bfloat16", norm="bfloat16", rows=1, inputs=128, width=64, **options):
+def why_not(
+    dtypes, *, x="bfloat16", norm="bfloat16", rows=1, inputs=128, width=64, groups=(), **options
+):
     """Returns why the kernel for 16 bits, or with `scales` the one for eight, takes no arrays."""
     shape, scales = jax.ShapeDtypeStruct, options.pop("scales", None)
     check = why_not_decode_matmul if scales is None else why_not_hopper_decode_matmul
     sizes = (2, inputs, width) if scales is None else (2, width, inputs)
     options["weight_scales"] = [shape(one, "float32") for one in scales] if scales else None
     kernels = [shape(sizes, dtype) for dtype in dtypes]
-    return check(shape((rows, inputs), x), kernels, shape((2, inputs), norm), **options)
+    scale = None if norm is None else shape((2, inputs), norm)
+    return check(shape((*groups, rows, inputs), x), kernels, scale, **options)
 
 
 NARROW = {"dtypes": ["int8"], "scales": [(2, 64)]}
@@ -209,6 +264,8 @@ TAKEN = [
     {"dtypes": ["float16"], "x": "float16", "norm": "float16"},
     NARROW,
     NARROW | {"dtypes": ["float8_e4m3fn"]},
+    {"dtypes": ["bfloat16"], "groups": (3,), "norm": None, "rows": 32},
+    NARROW | {"groups": (3,), "norm": None, "rows": 8},
 ]
 NOT_TAKEN = {
     "at most 32 rows, not 33": {"rows": 33},
@@ -231,6 +288,9 @@ NOT_TAKEN = {
     "must be [L, F, D], is_transposed=True": NARROW | {"is_transposed": False},
     "weight_scales must be [(2, 64)], not [(2, 1)]": NARROW | {"scales": [(2, 1)]},
     "multiples of 128 inputs and 64 columns, not 192 and [64]": NARROW | {"inputs": 192},
+    "groups of rows [G, R, D] without a norm": {"groups": (3,)},
+    "at most 32 rows a group, not 33": {"groups": (3,), "norm": None, "rows": 33},
+    "at most 8 rows a group, not 9": NARROW | {"groups": (3,), "norm": None, "rows": 9},
 }
 
 
@@ -247,6 +307,11 @@ def test_a_call_that_does_not_fit_is_refused():
     weights = [jnp.zeros((1, 64, 96), jnp.int8)]
     with pytest.raises(ValueError, match="must fit the kernel: it takes multiples of 128"):
         hopper_decode_matmul_kernel(x, weights, layer, weight_scales=[jnp.ones((1, 64))])
+    x, weights = jnp.zeros((1, 64), jnp.bfloat16), [jnp.zeros((1, 64, 64), jnp.bfloat16)]
+    groups = Groups(jnp.zeros(2, jnp.int32), jnp.asarray(1))
+    for rows, which in ((x[None], layer), (x[None], groups), (x, groups)):
+        with pytest.raises(ValueError, match=r"or \[G, R, D\] with Groups of \[G\] matrices"):
+            decode_matmul_kernel(rows, weights, which)
 
 
 @pytest.mark.parametrize(

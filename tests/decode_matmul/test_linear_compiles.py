@@ -3,11 +3,12 @@
 import linear_cases
 import pytest
 from compiling import assert_compiled, cases_of, compile_for
-from linear_cases import CODE_SHAPES, LinearCase, SwigluCase
+from linear_cases import CODE_SHAPES, GROUPS, LinearCase, SwigluCase
 
 ONE, MANY = {"rows": 1, "inputs": 4096}, {"rows": 64, "inputs": 3584}
 KEPT = (  # on every change, each way to multiply
     ("9.0", CODE_SHAPES[3]),
+    ("9.0", GROUPS[0]),
     ("9.0", LinearCase(**MANY, columns=(18944, 18944), has_norm=True, dtype="float8_e4m3fn")),
     ("9.0", LinearCase(**ONE, columns=(4096, 1024, 1024), has_norm=True, dtype="int8")),
     ("9.0", SwigluCase(rows=8192, columns=28672)),

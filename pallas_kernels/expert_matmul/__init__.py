@@ -1,0 +1,1 @@
+"""Products of prompt rows, sorted by expert, with the experts' stacked weights."""

@@ -1,0 +1,97 @@
+"""Products of prompt rows, in groups of one expert each, with the experts' stacked weights."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.pallas_kernels.config import (
+    GROUP_ROWS,
+    KernelConfig,
+    why_not_grouped_shape,
+)
+
+__all__ = ["GROUP_ROWS", "grouped_matmul", "grouped_swiglu", "why_not_grouped_matmul"]
+
+
+def why_not_grouped_matmul(rows: Any, *weights: Any, interpret: bool = False) -> str | None:
+    """Returns why no kernel computes these products here, or `None` if one does.
+
+    Args:
+      rows: Rows `[G, R, D]`, an array or its abstract shape.
+      *weights: Stacked weights `[M, D, F]`, likewise: one array, or two of one shape for SwiGLU.
+      interpret: Whether the kernel runs in the interpreter, which needs no GPU.
+
+    Returns:
+      A reason to show to the caller.
+    """
+    if not interpret and (reason := dispatch.why_not_device("grouped matmul")):
+        return reason
+    return why_not_grouped_shape(rows, *weights)
+
+
+def grouped_matmul(
+    rows: Float[Array, "G R D"],
+    weights: Float[Array, "M D F"],
+    matrix: Int[Array, "G"],
+    used: Int[Array, ""],
+    *,
+    kernel_config: KernelConfig | None,
+) -> Float[Array, "G R F"] | None:
+    """Multiplies each group of rows by its matrix, or returns `None` if no kernel does it here.
+
+        out[g, r, f] = Σ_d rows[g, r, d] · weights[matrix[g], d, f]    for g < used
+
+    Args:
+      rows: Rows in bfloat16 or float16; `R` is `GROUP_ROWS`.
+      weights: Stacked matrices in the same type, which are read in place.
+      matrix: Index of each group's matrix; best ascending, so that groups share what they read.
+      used: Number of groups to compute; the others' output is undefined.
+      kernel_config: Whether the kernel runs in the interpreter; `None` for no kernel.
+    """
+    return _multiply(rows, (weights,), matrix, used, kernel_config)
+
+
+def grouped_swiglu(
+    rows: Float[Array, "G R D"],
+    gate: Float[Array, "M D F"],
+    up: Float[Array, "M D F"],
+    matrix: Int[Array, "G"],
+    used: Int[Array, ""],
+    *,
+    kernel_config: KernelConfig | None,
+) -> Float[Array, "G R F"] | None:
+    """Computes SwiGLU of each group of rows, or returns `None` if no kernel does it here.
+
+        out[g, r, f] = silu(rows[g, r] · gate[matrix[g], :, f]) · (rows[g, r] · up[matrix[g], :, f])
+
+    for `g < used`, with sums and silu in float32.
+
+    Args:
+      rows: Rows in bfloat16 or float16; `R` is `GROUP_ROWS`.
+      gate: Stacked gate matrices in the same type, which are read in place.
+      up: Stacked up matrices, likewise.
+      matrix: Index of each group's matrix; best ascending, so that groups share what they read.
+      used: Number of groups to compute; the others' output is undefined.
+      kernel_config: Whether the kernel runs in the interpreter; `None` for no kernel.
+    """
+    return _multiply(rows, (gate, up), matrix, used, kernel_config)
+
+
+def _multiply(
+    rows: Array,
+    weights: tuple[Array, ...],
+    matrix: Array,
+    used: Array,
+    kernel_config: KernelConfig | None,
+) -> Array | None:
+    """Calls the kernel, if there is one."""
+    if kernel_config is None:
+        return None
+    interpret = kernel_config.interpret
+    if why_not_grouped_matmul(rows, *weights, interpret=interpret):
+        return None
+    # Import late: importing Pallas is slow, and few callers need it.
+    from sketchwalk_jax.pallas_kernels.expert_matmul.grouped_matmul import grouped_matmul_kernel
+
+    return grouped_matmul_kernel(rows, weights, matrix, used, interpret=interpret)

@@ -1,0 +1,64 @@
+"""Shapes of grouped matmuls, which tests compile."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from cases import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedCase:
+    """Groups of 128 rows times one matrix each of a stack.
+
+    Attributes:
+      arrays: Arrays of weights: one, or two for SwiGLU.
+      inputs: Width of the rows.
+      columns: Columns of a matrix.
+      groups: Groups of rows.
+      matrices: Matrices in the stack.
+      dtype: Type of rows and weights.
+    """
+
+    arrays: int
+    inputs: int
+    columns: int
+    groups: int = 1152
+    matrices: int = 48 * 128
+    dtype: str = "bfloat16"
+
+    @property
+    def threads(self) -> int:
+        """Threads per multiprocessor that the kernel assumes."""
+        return 3 * 128
+
+    def program(self) -> Program:
+        """Returns the products as a function of arrays, and their shapes."""
+        from sketchwalk_jax.pallas_kernels.expert_matmul.grouped_matmul import (
+            grouped_matmul_kernel,
+        )
+
+        def multiply(rows: Any, weights: Any, matrix: Any, used: Any) -> Any:
+            return grouped_matmul_kernel(rows, weights, matrix, used)
+
+        weights = jax.ShapeDtypeStruct((self.matrices, self.inputs, self.columns), self.dtype)
+        return multiply, (
+            jax.ShapeDtypeStruct((self.groups, 128, self.inputs), self.dtype),
+            [weights] * self.arrays,
+            jax.ShapeDtypeStruct((self.groups,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
+
+
+# The experts of Qwen3-30B-A3B, whole and shared by two or four GPUs: all widths of tiles.
+COMPILED = {
+    "9.0": (
+        GroupedCase(arrays=2, inputs=2048, columns=768),
+        GroupedCase(arrays=1, inputs=768, columns=2048),
+        GroupedCase(arrays=2, inputs=2048, columns=192, dtype="float16"),
+        GroupedCase(arrays=1, inputs=2048, columns=384, dtype="float16"),
+        GroupedCase(arrays=1, inputs=192, columns=128),
+        GroupedCase(arrays=1, inputs=64, columns=64),
+    )
+}
