@@ -11,8 +11,8 @@ Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), as in Q
 report (arXiv:2505.09388).
 
 Pairs of a token and an expert are sorted by expert, and put into groups of at most R pairs with one
-expert each. So memory is linear in tokens, an expert that nobody chooses costs nothing, and what a
-token gets does not depend on the other tokens.
+expert each; few pairs are groups of their own. So memory is linear in tokens, an expert that nobody
+chooses costs nothing, and what a token gets does not depend on the other tokens.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Groups:
       pair: The pair in each place of each group, `t k + j` for choice `j` of token `t`; the number
         of pairs in an empty place.
       expert: Expert of each group.
-      used: Number of groups with pairs; they come first.
+      used: Number of groups that are computed; they come first.
       place: Place of each pair, `g R + r`; `G R` for a pair that is in no group.
     """
 
@@ -67,25 +67,36 @@ jax.tree_util.register_dataclass(Groups)
 
 
 def route(
-    x: Float[Array, "T D"], router: Float[Array, "D E"], *, model_config: ModelConfig
+    x: Float[Array, "T D"],
+    router: Float[Array, "L D E"],
+    layer: Int[Array, ""],
+    *,
+    model_config: ModelConfig,
+    kernel_config: KernelConfig | None,
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     """Chooses the experts of each token.
 
     Args:
       x: The normalised input.
-      router: Weights of the router.
+      router: Weights of the routers of all layers.
+      layer: The layer.
       model_config: The model.
+      kernel_config: Settings of the decode matmul kernel, or `None` for XLA.
 
     Returns:
       The weights `w` in float32, and the experts; the largest weight comes first.
     """
-    logits = jnp.einsum(
-        "td,de->te",
-        x,
-        router,
-        precision=matmul_precision(x),
-        preferred_element_type=jnp.float32,
-    )
+    kernel = choose_decode_matmul(are_quantized=False)
+    if kernel_config is not None and not kernel.why_not(x, [router], None):
+        (logits,) = kernel.multiply(x, [router], layer, interpret=kernel_config.interpret)
+    else:
+        logits = jnp.einsum(
+            "td,de->te",
+            x,
+            jax.lax.dynamic_index_in_dim(router, layer, keepdims=False),
+            precision=matmul_precision(x),
+            preferred_element_type=jnp.float32,
+        )
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits), model_config.experts_per_token)
     if model_config.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -124,21 +135,30 @@ def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> Gro
       ([[1, 4], [0, 2], [3, 4], [4, 4]], [0, 1, 1, 1], 3)
     """
     pairs = experts.shape[0]
+    number = jnp.arange(pairs, dtype=jnp.int32)
+    if size == 1:  # nothing to sort, which takes a token on a GPU many launches
+        is_routed = experts < num_experts
+        return Groups(
+            pair=jnp.where(is_routed, number, pairs)[:, None],
+            expert=jnp.minimum(experts, num_experts - 1),
+            used=jnp.full_like(experts, pairs, shape=()),
+            place=jnp.where(is_routed, number, pairs),
+        )
     num_groups = min(pairs, pairs // size + num_experts)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     sorted_experts = experts[order]
-    edges = jnp.arange(num_experts + 1, dtype=sorted_experts.dtype)
-    begins = jnp.searchsorted(sorted_experts, edges, side="left").astype(jnp.int32)
-    ends = jnp.cumsum((jnp.diff(begins) + size - 1) // size, dtype=jnp.int32)  # groups up to each
-    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])  # of each expert, and the end
-    rank = jnp.arange(pairs, dtype=jnp.int32) - begins[sorted_experts]
-    place = jnp.where(
-        sorted_experts < num_experts, firsts[sorted_experts] * size + rank, num_groups * size
-    )
+    every = jnp.arange(num_experts, dtype=experts.dtype)
+    counts = jnp.sum(experts[:, None] == every[None], axis=0, dtype=jnp.int32)
+    own_groups = (counts + size - 1) // size
+    ends = jnp.cumsum(own_groups, dtype=jnp.int32)  # groups up to each expert
+    # How far each expert's pairs move from the sorted order to their groups.
+    moved = (ends - own_groups) * size - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
+    place = number + moved.at[sorted_experts].get(mode="clip")
+    place = jnp.where(sorted_experts < num_experts, place, num_groups * size)
     pair = jnp.full(num_groups * size, pairs, jnp.int32)
     pair = pair.at[place].set(order, mode="drop")
     groups = jnp.arange(num_groups, dtype=jnp.int32)
-    expert = jnp.searchsorted(ends, groups, side="right").astype(jnp.int32)
+    expert = jnp.sum(ends[None] <= groups[:, None], axis=1, dtype=jnp.int32)
     return Groups(
         pair=pair.reshape(num_groups, size),
         expert=jnp.minimum(expert, num_experts - 1),
@@ -199,8 +219,8 @@ def _mix_rows(
 ) -> Float[Array, "T D"]:
     """Computes `mixture` for rows, all at once."""
     count, k = model_config.num_experts, model_config.experts_per_token
-    router = jax.lax.dynamic_index_in_dim(stacks["router"]["kernel"], layer, keepdims=False)
-    weights, experts = route(rows, router, model_config=model_config)
+    options: dict[str, Any] = {"model_config": model_config, "kernel_config": kernel_config}
+    weights, experts = route(rows, stacks["router"]["kernel"], layer, **options)
     if is_token is not None:
         experts = jnp.where(is_token[:, None], experts, count)
     size = group_size(k * len(rows), count, has_kernels=kernel_config is not None)
@@ -355,18 +375,19 @@ def _of_one_expert(
 ) -> Float[Array, "R D"]:
     """Computes `w · down(silu(gate(x)) · up(x))` in float32 for the rows of one expert."""
     gate, up = (_multiply(rows, own[name]) for name in NAMES[:2])
-    found = _multiply(jax.nn.silu(gate) * up, own[NAMES[2]])
-    return weights[:, None] * found.astype(jnp.float32)
+    hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
+    return weights[:, None] * _multiply(hidden, own[NAMES[2]])
 
 
 def _multiply(rows: Float[Array, "R D"], own: Mapping[str, Array]) -> Float[Array, "R F"]:
-    """Multiplies rows by one matrix. Inputs of 8-bit weights are not rounded."""
-    precision = matmul_precision(rows)
+    """Multiplies rows by one matrix, in float32. Inputs of 8-bit weights are not rounded."""
+    einsum = functools.partial(
+        jnp.einsum, precision=matmul_precision(rows), preferred_element_type=jnp.float32
+    )
     if "kernel" in own:
-        return jnp.einsum("rd,df->rf", rows, own["kernel"], precision=precision)
+        return einsum("rd,df->rf", rows, own["kernel"])
     quantized, scales = (own[name] for name in QUANTIZED)
-    found = jnp.einsum("rd,fd->rf", rows, quantized.astype(rows.dtype), precision=precision)
-    return (found.astype(jnp.float32) * scales[None]).astype(rows.dtype)
+    return einsum("rd,fd->rf", rows, quantized.astype(rows.dtype)) * scales[None]
 
 
 def _sum_forward(kernel_config: KernelConfig | None, *arguments: Any) -> tuple[Array, Any]:
