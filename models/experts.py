@@ -28,7 +28,8 @@ from jaxtyping import Array, Bool, Float, Int
 from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import EXPERTS, QUANTIZED
-from sketchwalk_jax.models.quantized import NO_GRADIENTS
+from sketchwalk_jax.models.quantized import refuse_gradients
+from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import GROUP_ROWS, KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul
 from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups as Matrices
@@ -42,7 +43,8 @@ FEW_PAIRS = 256
 FEW_ROWS = 8
 """Most pairs in a group for these kernels."""
 MOST_TOKENS = 2**15
-"""Most tokens of a long prompt that kernels multiply at a time, which bounds the memory."""
+"""Most tokens of a prompt that kernels multiply at a time, which bounds the memory. Each time reads
+the weights, and ends the last group of each expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +192,10 @@ def mixture(
         sum their results in float32. `None` if this rank has whole experts.
     """
     rows = x.reshape(-1, x.shape[-1])
+    has_kernel = kernel_config is not None and _multiplies_groups(kernel_config)
+    if has_kernel and "quantized" in stacks[NAMES[0]]:
+        if len(rows) * model_config.experts_per_token > FEW_PAIRS:
+            stacks, layer = _dequantize(stacks, layer, x.dtype)
     is_row = None if is_token is None else is_token.reshape(-1)
     run = functools.partial(
         _mix_rows,
@@ -317,14 +323,12 @@ def _multiply_many(
     layer: Int[Array, ""],
     groups: Groups,
 ) -> Float[Array, "G R D"] | None:
-    """Runs the experts of a prompt; weights of eight bits are first dequantised, layer by layer."""
-    matrix = groups.expert
-    if "quantized" in stacks[NAMES[0]]:
-        gate, up, down = (_dequantize(stacks[name], layer, rows.dtype) for name in NAMES)
-    else:
-        gate, up, down = (_join_stack(stacks[name]["kernel"]) for name in NAMES)
-        matrix = matrix + layer * stacks[NAMES[0]]["kernel"].shape[1]
-    options: dict[str, Any] = {"kernel_config": kernel_config}
+    """Runs the experts of a prompt."""
+    is_transposed = "quantized" in stacks[NAMES[0]]  # dequantised, with scales of one
+    part = "quantized" if is_transposed else "kernel"
+    gate, up, down = (_join_stack(stacks[name][part]) for name in NAMES)
+    matrix = groups.expert + layer * stacks[NAMES[0]][part].shape[1]
+    options: dict[str, Any] = {"kernel_config": kernel_config, "is_transposed": is_transposed}
     hidden = grouped_swiglu(rows, gate, up, matrix, groups.used, **options)
     return None if hidden is None else grouped_matmul(hidden, down, matrix, groups.used, **options)
 
@@ -334,15 +338,28 @@ def _join_stack(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
+def _multiplies_groups(kernel_config: KernelConfig) -> bool:
+    return kernel_config.interpret or dispatch.why_not_device("grouped matmul") is None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _dequantize(
-    stack: Mapping[str, Array], layer: Int[Array, ""], dtype: DTypeLike
-) -> Float[Array, "E D F"]:
-    """Returns the matrices of a layer's experts."""
-    quantized, scales = (
-        jax.lax.dynamic_index_in_dim(stack[name], layer, keepdims=False) for name in QUANTIZED
-    )
-    wide = quantized.astype(jnp.float32) * scales[..., None]
-    return jnp.swapaxes(wide, 1, 2).astype(dtype)
+    stacks: Mapping[str, PyTree], layer: Int[Array, ""], dtype: DTypeLike
+) -> tuple[dict[str, PyTree], Int[Array, ""]]:
+    """Returns a layer's weights with scales of one, as stacks of one layer; and its index there.
+
+    The kernel for prompts multiplies 16 bits.
+    """
+    take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=layer, slice_size=1)
+    found = jax.tree.map(take, {name: stacks[name] for name in EXPERTS})
+    for name in NAMES:
+        quantized, scales = (found[name][part] for part in QUANTIZED)
+        wide = quantized.astype(jnp.float32) * scales[..., None]
+        found[name] = {"quantized": wide.astype(dtype), "scales": jnp.ones_like(scales)}
+    return found, jnp.zeros_like(layer)
+
+
+_dequantize.defvjp(refuse_gradients, refuse_gradients)
 
 
 def _count(groups: Groups) -> Int[Array, ""]:
@@ -401,7 +418,7 @@ def _sum_backward(
     del kernel_config
     x, weights, stacks, layer, groups = arguments
     if "quantized" in stacks[NAMES[0]]:
-        raise NotImplementedError(NO_GRADIENTS)
+        refuse_gradients()
 
     def add(index: Array, found: Any) -> Any:
         to_x, to_weights, to_stacks = found

@@ -39,12 +39,6 @@ from sketchwalk_jax.models.params import (
 )
 from sketchwalk_jax.precision import matmul_precision
 
-NO_GRADIENTS = (
-    "weights of eight bits must not be differentiated: load the checkpoint without weights= to "
-    "take gradients"
-)
-"""Message of the error for gradients through quantised weights."""
-
 # Multiply by reciprocals instead of dividing: XLA replaces some divisions by products, and the host
 # must compute the same numbers.
 _PER_LARGEST = {"float8_e4m3fn": np.float32(1 / 448), "int8": np.float32(1 / 127)}
@@ -252,11 +246,15 @@ def _scaled(
     return (found * scales[None, None]).astype(dtype)
 
 
-def _refuse_gradients(*arguments: Any) -> Any:
-    raise NotImplementedError(NO_GRADIENTS)
+def refuse_gradients(*arguments: Any) -> Any:
+    """Raises the error for gradients through quantised weights, as a rule of `custom_vjp`."""
+    raise NotImplementedError(
+        "weights of eight bits must not be differentiated: load the checkpoint without weights= "
+        "to take gradients"
+    )
 
 
-multiply_quantized.defvjp(_refuse_gradients, _refuse_gradients)
+multiply_quantized.defvjp(refuse_gradients, refuse_gradients)
 
 
 # (products with gate and with up `[B, T, F]`, row scales, scales of gate and of up) -> the result
@@ -319,4 +317,4 @@ def gate_plainly(
     return _round_rows(jax.nn.silu(gate) * _scaled(up, row_scales, up_scales, up.dtype))
 
 
-multiply_gated.defvjp(_refuse_gradients, _refuse_gradients)
+multiply_gated.defvjp(refuse_gradients, refuse_gradients)

@@ -211,12 +211,13 @@ def why_not_swiglu_quantize(gate: Any) -> str | None:
     return None
 
 
-def why_not_grouped_shape(rows: Any, *weights: Any) -> str | None:
+def why_not_grouped_shape(rows: Any, *weights: Any, is_transposed: bool = False) -> str | None:
     """Returns why the grouped matmul kernel does not support these arrays, or `None` if it does.
 
     Args:
       rows: Rows `[G, R, D]`, an array or its abstract shape.
       *weights: Stacked weights `[M, D, F]`, likewise: one array, or two for SwiGLU.
+      is_transposed: Whether weights are `[M, F, D]`.
 
     Returns:
       A reason to show to the caller.
@@ -228,10 +229,10 @@ def why_not_grouped_shape(rows: Any, *weights: Any) -> str | None:
     if num_rows != GROUP_ROWS or not groups:
         return f"it takes groups of {GROUP_ROWS} rows, not {groups} groups of {num_rows}"
     shape = weights[0].shape
-    if shape[1] != inputs or any(x.shape != shape for x in weights):
+    own_inputs, columns = reversed(shape[1:]) if is_transposed else shape[1:]
+    if own_inputs != inputs or any(x.shape != shape for x in weights):
         shapes = " and ".join(str(x.shape) for x in weights)
         return f"it takes weights of one shape with {inputs} inputs, not {shapes}"
-    columns = shape[2]
     if not inputs or not columns or inputs % GROUP_COLUMNS or columns % GROUP_COLUMNS:
         return f"it takes multiples of {GROUP_COLUMNS} inputs and columns, not {inputs}, {columns}"
     return None

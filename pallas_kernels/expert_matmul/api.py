@@ -14,12 +14,15 @@ from sketchwalk_jax.pallas_kernels.config import (
 __all__ = ["GROUP_ROWS", "grouped_matmul", "grouped_swiglu", "why_not_grouped_matmul"]
 
 
-def why_not_grouped_matmul(rows: Any, *weights: Any, interpret: bool = False) -> str | None:
+def why_not_grouped_matmul(
+    rows: Any, *weights: Any, is_transposed: bool = False, interpret: bool = False
+) -> str | None:
     """Returns why no kernel computes these products here, or `None` if one does.
 
     Args:
       rows: Rows `[G, R, D]`, an array or its abstract shape.
       *weights: Stacked weights `[M, D, F]`, likewise: one array, or two of one shape for SwiGLU.
+      is_transposed: Whether weights are `[M, F, D]`.
       interpret: Whether the kernel runs in the interpreter, which needs no GPU.
 
     Returns:
@@ -27,15 +30,16 @@ def why_not_grouped_matmul(rows: Any, *weights: Any, interpret: bool = False) ->
     """
     if not interpret and (reason := dispatch.why_not_device("grouped matmul")):
         return reason
-    return why_not_grouped_shape(rows, *weights)
+    return why_not_grouped_shape(rows, *weights, is_transposed=is_transposed)
 
 
 def grouped_matmul(
     rows: Float[Array, "G R D"],
-    weights: Float[Array, "M D F"],
+    weights: Float[Array, "M _ _"],
     matrix: Int[Array, "G"],
     used: Int[Array, ""],
     *,
+    is_transposed: bool = False,
     kernel_config: KernelConfig | None,
 ) -> Float[Array, "G R F"] | None:
     """Multiplies each group of rows by its matrix, or returns `None` if no kernel does it here.
@@ -47,18 +51,20 @@ def grouped_matmul(
       weights: Stacked matrices in the same type, which are read in place.
       matrix: Index of each group's matrix; best ascending, so that groups share what they read.
       used: Number of groups to compute; the others' output is undefined.
+      is_transposed: Whether weights are `[M, F, D]`.
       kernel_config: Whether the kernel runs in the interpreter; `None` for no kernel.
     """
-    return _multiply(rows, (weights,), matrix, used, kernel_config)
+    return _multiply(rows, (weights,), matrix, used, is_transposed, kernel_config)
 
 
 def grouped_swiglu(
     rows: Float[Array, "G R D"],
-    gate: Float[Array, "M D F"],
-    up: Float[Array, "M D F"],
+    gate: Float[Array, "M _ _"],
+    up: Float[Array, "M _ _"],
     matrix: Int[Array, "G"],
     used: Int[Array, ""],
     *,
+    is_transposed: bool = False,
     kernel_config: KernelConfig | None,
 ) -> Float[Array, "G R F"] | None:
     """Computes SwiGLU of each group of rows, or returns `None` if no kernel does it here.
@@ -73,9 +79,10 @@ def grouped_swiglu(
       up: Stacked up matrices, likewise.
       matrix: Index of each group's matrix; best ascending, so that groups share what they read.
       used: Number of groups to compute; the others' output is undefined.
+      is_transposed: Whether weights are `[M, F, D]`.
       kernel_config: Whether the kernel runs in the interpreter; `None` for no kernel.
     """
-    return _multiply(rows, (gate, up), matrix, used, kernel_config)
+    return _multiply(rows, (gate, up), matrix, used, is_transposed, kernel_config)
 
 
 def _multiply(
@@ -83,15 +90,16 @@ def _multiply(
     weights: tuple[Array, ...],
     matrix: Array,
     used: Array,
+    is_transposed: bool,
     kernel_config: KernelConfig | None,
 ) -> Array | None:
     """Calls the kernel, if there is one."""
     if kernel_config is None:
         return None
-    interpret = kernel_config.interpret
-    if why_not_grouped_matmul(rows, *weights, interpret=interpret):
+    options = {"is_transposed": is_transposed, "interpret": kernel_config.interpret}
+    if why_not_grouped_matmul(rows, *weights, **options):
         return None
     # Import late: importing Pallas is slow, and few callers need it.
     from sketchwalk_jax.pallas_kernels.expert_matmul.grouped_matmul import grouped_matmul_kernel
 
-    return grouped_matmul_kernel(rows, weights, matrix, used, interpret=interpret)
+    return grouped_matmul_kernel(rows, weights, matrix, used, **options)

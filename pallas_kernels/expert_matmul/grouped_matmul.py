@@ -7,6 +7,8 @@ or, with two arrays of weights, SwiGLU of a group, which is rounded once:
     out[g, r, f] = silu(Σ_d rows[g, r, d] · W[matrix[g], d, f])
                    · Σ_d rows[g, r, d] · W'[matrix[g], d, f]
 
+Matrices may also be transposed, `W[matrix[g], f, d]`.
+
 A tile is a group's 128 rows times up to 256 columns of weights: of one array, or half of them of
 each of both. The grid has one thread block per multiprocessor (SM), which computes one tile after
 another. Tiles lie with a group's columns together, and the thread blocks take adjacent tiles at a
@@ -62,6 +64,7 @@ class _Tiling:
       width: Columns of each array in a tile.
       tiles: Tiles per group.
       steps: Steps per tile.
+      is_transposed: Whether matrices are `[F, D]`.
     """
 
     groups: int
@@ -69,6 +72,7 @@ class _Tiling:
     width: int
     tiles: int
     steps: int
+    is_transposed: bool
 
     @property
     def stages(self) -> int:
@@ -85,12 +89,16 @@ class _Tiling:
         """Pieces of outputs per warpgroup in shared memory."""
         return 2 if self.width % (2 * _PIECE) == 0 else 1
 
+    def matrix_part(self, inputs: Any, columns: Any) -> tuple[Any, Any]:
+        """Returns sizes or slices of inputs and columns in the order of a matrix's axes."""
+        return (columns, inputs) if self.is_transposed else (inputs, columns)
+
     def scratch(self, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers of a thread block."""
-        stages = self.stages
+        stages, columns = self.stages, self.matrix_part(_DEPTH, self.width)
         return {
             "inputs": ops.tiled((stages, GROUP_ROWS, _DEPTH), dtype),
-            "columns": ops.tiled((self.arrays, stages, _DEPTH, self.width), dtype),
+            "columns": ops.tiled((self.arrays, stages, *columns), dtype),
             "results": ops.tiled((_WARPGROUPS, self.pieces, _ROWS, _PIECE), dtype),
             "filled": plgpu.Barrier(num_arrivals=1 + self.arrays, num_barriers=stages),
             "freed": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
@@ -159,7 +167,7 @@ def _load_tile(
         plgpu.barrier_wait(own.freed.at[slot])
         plgpu.copy_gmem_to_smem(rows.at[group, :, depth], own.inputs.at[slot], own.filled.at[slot])
         for array, source in enumerate(weights):
-            part = source.at[index, depth, pl.ds(first, tiling.width)]
+            part = source.at[index, *tiling.matrix_part(depth, pl.ds(first, tiling.width))]
             plgpu.copy_gmem_to_smem(part, own.columns.at[array, slot], own.filled.at[slot])
         return nothing
 
@@ -185,7 +193,10 @@ def _compute_tile(
             slot = slot_of(step)
             plgpu.barrier_wait(own.filled.at[slot])
             for array, total in enumerate(sums):
-                total.add_product(own.inputs.at[slot, half], own.columns.at[array, slot])
+                right = own.columns.at[array, slot]
+                if tiling.is_transposed:
+                    right = right.transpose((1, 0))
+                total.add_product(own.inputs.at[slot, half], right)
 
         def advance(step: Any, nothing: Any) -> Any:
             start(step + 1)
@@ -225,10 +236,11 @@ def _finish(sums: Array, up: Array | None = None) -> Array:
 
 def grouped_matmul_kernel(
     rows: Float[Array, "G R D"],
-    weights: Sequence[Float[Array, "M D F"]],
+    weights: Sequence[Float[Array, "M _ _"]],
     matrix: Int[Array, "G"],
     used: Int[Array, ""],
     *,
+    is_transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "G R F"]:
     """Computes `out` of the module.
@@ -238,6 +250,7 @@ def grouped_matmul_kernel(
       weights: `W`, or `W` and `W'`, in the type of the rows; `D` and `F` are multiples of 64.
       matrix: Index of each group's matrix.
       used: Number of groups to compute; the others' output is undefined.
+      is_transposed: Whether matrices are `[F, D]`.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -253,10 +266,10 @@ def grouped_matmul_kernel(
       >>> out.shape, float(out[1, 127, 63])
       ((2, 128, 64), 64.0)
     """
-    if reason := why_not_grouped_shape(rows, *weights):
+    if reason := why_not_grouped_shape(rows, *weights, is_transposed=is_transposed):
         raise ValueError(reason)
     groups, _, num_inputs = rows.shape
-    num_columns = weights[0].shape[-1]
+    num_columns = weights[0].shape[1 if is_transposed else 2]
     most = _COLUMNS // len(weights)
     width = next(x for x in range(most, 0, -GROUP_COLUMNS) if num_columns % x == 0)
     tiling = _Tiling(
@@ -265,6 +278,7 @@ def grouped_matmul_kernel(
         width=width,
         tiles=num_columns // width,
         steps=num_inputs // _DEPTH,
+        is_transposed=is_transposed,
     )
     kernel = ops.kernel(
         functools.partial(_multiply, tiling=tiling),

@@ -490,12 +490,15 @@ class Options:
             capacity = min(wanted + room, max(context, wanted))
         elif cache is None:
             wanted = max(min(wanted, capacity), width)
+        sixteenths = class_sixteenths(wanted, growth=growth)
+        if model_config.num_experts:  # each width compiles the experts anew
+            sixteenths = sixteenths[::-2][::-1]
         policy, numbers = _for_program(policy, model_config.num_layers, -(-capacity // size))
         settings = dataclasses.replace(
             settings,
             model_config=dataclasses.replace(model_config, plan=None),
             policy=policy,
-            sixteenths=class_sixteenths(wanted, growth=growth),
+            sixteenths=sixteenths,
         )
         after = dataclasses.replace(settings, chunk_size=None, sixteenths=())
         return dataclasses.replace(

@@ -37,6 +37,7 @@ from sketchwalk_jax.inference.calls import (
 from sketchwalk_jax.inference.compiled import keep_by_default
 from sketchwalk_jax.memory import advice
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.experts import MOST_TOKENS
 from sketchwalk_jax.models.transformer import Widths, run_layers, unembed
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.policies.base import Policy, Span
@@ -190,7 +191,8 @@ def _widths(valid: Bool[Array, "B T"], settings: Settings) -> Widths | None:
     column = jnp.arange(1, num_columns + 1, dtype=jnp.int32)
     used = jnp.max(jnp.where(valid, column[None], 0))
     index = jnp.sum(used > jnp.asarray(columns[:-1], jnp.int32), dtype=jnp.int32)
-    return Widths(columns, index, max(size, _MOST_COLUMNS // batch))
+    most = MOST_TOKENS if settings.model_config.num_experts else _MOST_COLUMNS
+    return Widths(columns, index, max(size, most // batch))
 
 
 def new_cache(params: PyTree, batch: int, max_tokens: int, settings: Settings) -> Cache:

@@ -19,6 +19,7 @@ class GroupedCase:
       groups: Groups of rows.
       matrices: Matrices in the stack.
       dtype: Type of rows and weights.
+      is_transposed: Whether matrices have their columns first.
     """
 
     arrays: int
@@ -27,6 +28,7 @@ class GroupedCase:
     groups: int = 1152
     matrices: int = 48 * 128
     dtype: str = "bfloat16"
+    is_transposed: bool = False
 
     @property
     def threads(self) -> int:
@@ -40,9 +42,12 @@ class GroupedCase:
         )
 
         def multiply(rows: Any, weights: Any, matrix: Any, used: Any) -> Any:
-            return grouped_matmul_kernel(rows, weights, matrix, used)
+            options = {"is_transposed": self.is_transposed}
+            return grouped_matmul_kernel(rows, weights, matrix, used, **options)
 
-        weights = jax.ShapeDtypeStruct((self.matrices, self.inputs, self.columns), self.dtype)
+        sizes = self.inputs, self.columns
+        sizes = sizes[::-1] if self.is_transposed else sizes
+        weights = jax.ShapeDtypeStruct((self.matrices, *sizes), self.dtype)
         return multiply, (
             jax.ShapeDtypeStruct((self.groups, 128, self.inputs), self.dtype),
             [weights] * self.arrays,
@@ -60,5 +65,7 @@ COMPILED = {
         GroupedCase(arrays=1, inputs=2048, columns=384, dtype="float16"),
         GroupedCase(arrays=1, inputs=192, columns=128),
         GroupedCase(arrays=1, inputs=64, columns=64),
+        GroupedCase(arrays=2, inputs=2048, columns=768, matrices=128, is_transposed=True),
+        GroupedCase(arrays=1, inputs=768, columns=2048, matrices=128, is_transposed=True),
     )
 }

@@ -31,6 +31,7 @@ CASES = {
     "no group": (1, "bfloat16", 64, 128, 1, ()),
 }
 KEPT = {"more steps than slots", "no group"}
+TRANSPOSED = {"more steps than slots", "several wide tiles", "tiles of three pieces"}
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +55,12 @@ def draw(arrays, dtype, inputs, columns, matrices, used):
     return jnp.asarray(rows, dtype), [jnp.asarray(x, dtype) for x in weights], matrix
 
 
-@functools.partial(jax.jit, static_argnames="num_used")
-def multiply(rows, weights, matrix, used, *, num_used):
+@functools.partial(jax.jit, static_argnames=("num_used", "is_transposed"))
+def multiply(rows, weights, matrix, used, *, num_used, is_transposed=False):
     """Calls the operation and returns the groups that it computes."""
     call = api.grouped_matmul if len(weights) == 1 else api.grouped_swiglu
-    return call(rows, *weights, matrix, used, kernel_config=KERNELS)[:num_used]
+    options = {"is_transposed": is_transposed, "kernel_config": KERNELS}
+    return call(rows, *weights, matrix, used, **options)[:num_used]
 
 
 def expected(rows, weights, matrix):
@@ -77,6 +79,11 @@ def test_products_are_those_of_float64_rounded_once(name, capfd):
     function = functools.partial(multiply, num_used=len(used))
     arguments = rows, weights, matrix, jnp.asarray(len(used))
     found = kernel_draws.run(function, arguments, capfd, times=2)
+    if name in TRANSPOSED:
+        swapped = rows, [jnp.swapaxes(x, 1, 2) for x in weights], *arguments[2:]
+        turned = functools.partial(function, is_transposed=True)
+        other = kernel_draws.run(turned, swapped, capfd, times=1)
+        assert np.asarray(other).tobytes() == np.asarray(found).tobytes()
     assert found.dtype == rows.dtype
     wanted = expected(rows[: len(used)], weights, np.array(used, int))
     half = 0.5 * float(jnp.finfo(found.dtype).eps)
