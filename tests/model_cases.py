@@ -54,6 +54,20 @@ _QWEN_7B = dataclasses.replace(
     num_kv_heads=4,
     qkv_bias=True,
 )
+_QWEN_30B = dataclasses.replace(
+    _LLAMA_8B,
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    num_layers=48,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_kv_heads=4,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+    expert_intermediate_size=768,
+    norm_topk_prob=True,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,6 +232,11 @@ decode_llama_1b_on_turing_dense = ModelCase(
 )
 decode_qwen_7b = ModelCase(model_config=_QWEN_7B, policy=_RECOMMENDED)
 decode_qwen_7b_dense = ModelCase(model_config=_QWEN_7B, policy=_DENSE)
+decode_qwen_30b = ModelCase(model_config=_QWEN_30B, policy=_RECOMMENDED)
+decode_qwen_30b_float8 = dataclasses.replace(decode_qwen_30b, weights="float8")
+decode_qwen_30b_of_8 = dataclasses.replace(decode_qwen_30b, batch=8, tokens=32768)
+read_qwen_30b = dataclasses.replace(decode_qwen_30b, new=32768)
+read_qwen_30b_float8 = dataclasses.replace(read_qwen_30b, weights="float8")
 read_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, new=32768)
 read_llama_8b_float8 = dataclasses.replace(read_llama_8b, weights="float8")
 # With int8, rows keep their dtype, so weights are converted; with float8 they must not be.

@@ -436,7 +436,7 @@ class Options:
             check_model(params, cache, model_config)
         sampling = Sampling.greedy() if sampling is None else sampling
         call = Call(
-            prompt=(tokens, lengths, jax.random.key(0) if key is None else key, cache),
+            prompt=(tokens, lengths, _default_key() if key is None else key, cache),
             sampling=sampling,
             max_new_tokens=self.max_new_tokens,
             reading={"capacity": capacity, "settings": settings},
@@ -545,6 +545,13 @@ class Options:
                 f"max_tokens must be at least {needed} for this call, got {self.max_tokens}"
             )
         return max(self.max_tokens, width)
+
+
+def _default_key() -> Any:
+    """Returns `jax.random.key(0)`; for the usual generator without compiling a program."""
+    if jax.config.jax_default_prng_impl != "threefry2x32":
+        return jax.random.key(0)
+    return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)))
 
 
 def _are_shapes(params: PyTree) -> bool:

@@ -22,6 +22,9 @@ DECODING = {
     "decode_llama_1b": 20,
     "decode_qwen_7b": 20,
     "decode_qwen_7b_dense": 19,
+    "decode_qwen_30b": 30,
+    "decode_qwen_30b_float8": 30,
+    "decode_qwen_30b_of_8": 30,
     "decode_llama_1b_on_ampere": 20,
     "decode_llama_1b_on_ampere_dense": 20,
     "decode_llama_8b_on_2": 27,
@@ -35,6 +38,7 @@ ACTIVATIONS = 10**9
 A_FEW_ROWS = 6 * 2**20  # logits of eight sequences and their sums
 _WIDE_WEIGHT = re.compile(r"= \(?(?:bf16|f32)\[(?:1,)?(?:4096|14336|1024),(?:4096|14336)\]")
 _WIDE_ROWS = re.compile(r"= \(?\w+\[(?:1,)?32832,14336\]")
+_EXPERTS = re.compile(r"= \(?\w+\[(?:1,|48,)?128,(?:2048,768|768,2048)\]")
 IN_PLACE = ("dynamic_update_slice", "scatter")
 
 
@@ -83,6 +87,19 @@ def test_greedy_tokens_ask_the_host_after_several():
 def test_a_piece_of_a_prompt_copies_neither_cache_nor_head(name):
     found = compile_program(name)
     assert written(found, limit=ACTIVATIONS) == []
+    assert found["temporary_bytes"] < 3 * 2**30
+
+
+@pytest.mark.hopper
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["", "_float8"])
+def test_a_piece_of_a_prompt_copies_no_experts(weights):
+    found = compile_program(f"read_qwen_30b{weights}")
+    # Rows of 32,832 tokens for 8 experts each, in groups of 128, in two parts.
+    rows = 2 * 2048 * 128 * (16416 * 8 // 128 + 128)
+    assert written(found, limit=rows) == []
+    copies = [line for _, line in found["writes"] if _EXPERTS.search(line)]
+    assert len(copies) == (3 if weights else 0)  # dequantised for the kernel, a layer at a time
     assert found["temporary_bytes"] < 3 * 2**30
 
 

@@ -14,6 +14,7 @@ from tiny import MODEL, POLICIES, SPARSE, params, plan, prompts
 import sketchwalk_jax as sw
 from sketchwalk_jax.inference import compiled, generation
 from sketchwalk_jax.inference.compiled import programs_folder
+from sketchwalk_jax.inference.padding import length_class
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.adamas import AdamasConfig
 from sketchwalk_jax.policies.quest import QuestConfig
@@ -103,6 +104,15 @@ def test_lengths_budgets_and_plans_compile_nothing(weights, compilations):
             np.testing.assert_array_equal(out.tokens, whole.tokens)
             np.testing.assert_array_equal(out.tokens, found)
             assert number == 0 or not compilations, (policy, compilations)
+
+
+def test_a_session_compiles_two_programs_a_class(weights, compilations):
+    _forget()
+    compilations.clear()
+    _answer(weights)
+    assert sorted(compilations) == ["jit(decode_tokens)", "jit(start_decoding)"]
+    lengths = np.geomspace(100, 100_000, 20).astype(int)
+    assert len({length_class(n, growth=4) for n in lengths.tolist()}) == 4  # with kernels
 
 
 def test_padding_on_the_left_and_later_turns_compile_nothing(weights, compilations):
