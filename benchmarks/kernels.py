@@ -9,6 +9,9 @@
   `kernels_selection.json`.
 * `linear`: decode matmuls with stacked weights, by the type of the weights; the peers are sums of
   products and XLA's matmuls. Written to `linear.json`.
+* `experts`: on a Hopper GPU, a mixture of experts of Qwen3-30B-A3B's sizes, of prompts with random
+  routing or routing to few experts, and of tokens by the type of the weights; the peers are the
+  same module on XLA and `jax.lax.ragged_dot`. Written to `experts.json`.
 * `gradient`: a forward and a backward pass of sparse and of dense attention. Written to
   `gradients.json`; on a CPU, with fewer heads, to `gradients_cpu.json`.
 * `other_gpus`: on a Hopper GPU, attention of a prompt by other GPUs' kernel, over blocks and over
@@ -37,13 +40,17 @@ from typing import Any
 import common
 import jax
 import jax.numpy as jnp
-from end_to_end import measure_rates
+from end_to_end import MODELS, QUICK, device_room, measure_rates
 from jaxtyping import Array
 from tqdm import tqdm
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.evaluation.settings import DENSE, Rule
 from sketchwalk_jax.inference.compiled import keep_compiled_programs
+from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.experts import FEW_PAIRS, Groups, group_pairs, mixture, route
+from sketchwalk_jax.models.params import EXPERTS, init_params
+from sketchwalk_jax.models.quantized import quantize_params
 from sketchwalk_jax.models.transformer import (
     MOST_SUMMED_ROWS,
     linear_of_rows,
@@ -52,6 +59,11 @@ from sketchwalk_jax.models.transformer import (
 )
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
+from sketchwalk_jax.pallas_kernels.expert_matmul.api import (
+    GROUP_ROWS,
+    grouped_matmul,
+    grouped_swiglu,
+)
 from sketchwalk_jax.policies import POLICIES, PRESETS, Policy, has_threshold
 from sketchwalk_jax.policies.base import LayerShape, PrefillPolicy, Span
 from sketchwalk_jax.selection import block_budget, select_blocks
@@ -65,6 +77,7 @@ FILES = {
     "scores": "kernels_selection.json",
     "lists": "kernels_selection.json",
     "linear": "linear.json",
+    "experts": "experts.json",
     "gradient": "gradients_cpu.json" if jax.default_backend() == "cpu" else "gradients.json",
     "other_gpus": "warp_prefill.json",
     "selection": "selection.json",
@@ -74,6 +87,7 @@ FILES = {
 SHAPE = ("op", "batch", "tokens", "num_heads", "num_kv_heads", "head_dim", "density", "block_size")
 NAMES = {
     "linear.json": ("product", "rows", "form"),
+    "experts.json": ("rows", "routing", "dtype", "form"),
     "warp_prefill.json": ("op", "batch", "tokens", "heads", "head_dim", "density"),
 } | dict.fromkeys(
     ("selection.json", "selection_share.json"),
@@ -103,6 +117,8 @@ PRODUCTS: dict[str, Product] = {
 QUICK_PRODUCTS: dict[str, Product] = {"gate, up": ((64, 64), 256, True)}
 WEIGHTS = ("bfloat16", "float8_e4m3fn", "int8")
 STACK = 8  # layers of stacked weights: more than any cache holds
+EXPERT_WEIGHTS = ("bfloat16", "float8", "int8")
+SLOW_SECONDS = 1.0  # a peer whose call takes longer is left out
 EPS = 1e-5
 PAGES = 4  # per block of 64
 PyTree = Any
@@ -127,7 +143,8 @@ class Case:
       rule: The policy, for `selection` and `share`.
       phase: `"prefill"` or `"decode"`, for the same operations.
       product: Name of the weights, for `linear`.
-      rows: Rows of the input, for `linear`.
+      rows: Rows of the input, for `linear` and `experts`.
+      routing: `"random"`, or `"skewed"` to twice the experts that a token chooses.
       is_quick: Whether sizes are tiny.
     """
 
@@ -143,6 +160,7 @@ class Case:
     phase: str = ""
     product: str = ""
     rows: int = 0
+    routing: str = "random"
     is_quick: bool = False
 
     @property
@@ -154,6 +172,8 @@ class Case:
         """Returns the fields that name the case in the results."""
         if self.op == "linear":
             return {"product": self.product, "rows": self.rows}
+        if self.op == "experts":
+            return {"rows": self.rows, "routing": self.routing}
         names = ("tokens", "density", "batch", "head_dim", "dtype")
         own = {name: getattr(self, name) for name in names}
         if self.op == "other_gpus":
@@ -166,7 +186,7 @@ class Case:
 
     def filtered(self) -> Row:
         """Returns the values to filter by; a filter drops cases without its field."""
-        if self.op == "linear":
+        if self.op in ("linear", "experts"):
             own: Row = {"rows": self.rows}
         else:
             own = {"tokens": self.tokens, "density": self.density}
@@ -206,6 +226,10 @@ def cases() -> Iterator[Case]:
     for tokens in (4096, 16384, 65536):
         yield gradient(tokens=tokens)
     if dispatch.is_hopper():
+        for rows in (1, 8, 32, 2**10, 2**12, 2**14, 2**15):
+            yield Case(op="experts", rows=rows)
+            if rows > 32:
+                yield Case(op="experts", rows=rows, routing="skewed")
         for tokens, density in ((2**14, 0.1), (2**14, 1.0), (2**16, 0.1)):
             for head_dim, heads in ((128, (32, 8)), (64, (32, 8)), (128, (8, 8))):
                 sizes: dict[str, Any] = {"tokens": tokens, "density": density}
@@ -224,6 +248,8 @@ def quick_cases() -> Iterator[Case]:
     for op in ("prefill", "decode", "quantize", "scores", "lists", "gradient"):
         yield Case(op=op, tokens=1024, batch=2 if op == "decode" else 1, **size)
     yield Case(op="linear", product="gate, up", rows=1, is_quick=True)
+    yield Case(op="experts", rows=2, is_quick=True)
+    yield Case(op="experts", rows=160, routing="skewed", is_quick=True)
     rules = [DENSE, *every_rule(0.2, is_quick=True)]
     yield from selecting("selection", 1024, rules=rules, **size)
 
@@ -265,7 +291,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
     parser.add_argument("--density", type=float, action="append", help="default: all")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
-    parser.add_argument("--rows", type=int, action="append", help="of linear; default: all")
+    parser.add_argument(
+        "--rows", type=int, action="append", help="of linear, experts; default: all"
+    )
     parser.add_argument("--missing", action="store_true", help="only what the files lack")
     parser.add_argument("--repeats", type=int, default=9, help="rounds, in turns")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
@@ -290,9 +318,11 @@ def main() -> None:
     for case, program in tqdm(programs, desc="kernels", total=len(wanted)):
         found = common.found_or_error(lambda program=program: {"found": program()(repeats)})
         rows = found.pop("found", [{}])
-        for row in [case.row() | unmeasured(case) | row | found for row in rows]:
+        for row in [case.row() | unmeasured(case) | found | row for row in rows]:
             if row.get("tb_per_s"):
                 row["fraction_of_copy_bandwidth"] = row["tb_per_s"] / rates["copy_tb_per_s"]
+            if case.op == "experts" and row.get("tflops"):
+                row["fraction_of_matmul"] = row["tflops"] / rates["matmul_tflops"]
             tqdm.write(describe(case, row))
             common.add_rows(options.out / FILES[case.op], meta, [row], names_of(case.op))
 
@@ -850,6 +880,166 @@ def linear(case: Case) -> Measure:
     return measure
 
 
+# Mixtures of experts.
+
+
+def draw_experts(case: Case, model: ModelConfig, weights: str, layers: int) -> tuple[Array, PyTree]:
+    """Draws rows `[T, 1, D]`, and the parameters of layers of experts."""
+    sizes = dataclasses.replace(model, num_layers=layers, vocab_size=8)
+    drawn = init_params(jax.random.key(0), sizes)["layers"]
+    stacks = {name: drawn[name] for name in EXPERTS}
+    x = jax.random.normal(jax.random.key(1), (case.rows, 1, model.hidden_size), jnp.bfloat16)
+    if case.routing == "skewed":  # the first input of every row favours the same experts
+        x, few = x.at[..., 0].set(1), 2 * model.experts_per_token
+        stacks["router"] = {"kernel": stacks["router"]["kernel"].at[:, 0, :few].add(30)}
+    if weights != "bfloat16":
+        stacks = quantize_params({"layers": stacks}, weights)["layers"]
+    return x, stacks
+
+
+def mixed_in_float32(x: Array, stacks: PyTree, form: Callable[..., Array]) -> Array:
+    """Computes the first layer's mixture of the first tokens."""
+    wide, own = widen((x[:CHECKED_TOKENS], jax.tree.map(lambda one: one[:1], stacks)))
+    return jax.jit(form)(wide, None, own, jnp.int32(0))[:, 0]
+
+
+def arrange_pairs(x: Array, stacks: PyTree, layer: Array, *, model: ModelConfig) -> PyTree:
+    """Makes the inputs of the products alone, the weights `w`, and where each pair's result is."""
+    router, k = stacks["router"]["kernel"], model.experts_per_token
+    weights, experts = route(x[:, 0], router, layer, model_config=model, kernel_config=None)
+    experts = experts.reshape(-1)
+    groups = group_pairs(experts, num_experts=model.num_experts, size=GROUP_ROWS)
+    rows = x[:, 0].at[groups.pair // k].get(mode="fill", fill_value=0)
+    order = jnp.argsort(experts, stable=True)
+    sizes = jnp.bincount(experts, length=model.num_experts).astype(jnp.int32)
+    own = [stacks[name]["kernel"][layer] for name in EXPERTS[1:]]
+    inputs = {
+        "products": (rows, groups, stacks, layer),
+        "ragged_dot": (x[order // k, 0], sizes, *own),
+    }
+    return inputs, weights, {"products": groups.place, "ragged_dot": jnp.argsort(order)}
+
+
+def grouped_products(
+    rows: Array, groups: Groups, stacks: PyTree, layer: Array, *, config: KernelConfig
+) -> Array:
+    """Multiplies groups of rows by their experts with the kernels."""
+    whole = [stacks[name]["kernel"] for name in EXPERTS[1:]]
+    gate, up, down = (one.reshape(-1, *one.shape[2:]) for one in whole)
+    where = groups.expert + layer * whole[0].shape[1], groups.used
+    hidden = grouped_swiglu(rows, gate, up, *where, kernel_config=config)
+    return grouped_matmul(hidden, down, *where, kernel_config=config)
+
+
+def ragged_products(rows: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
+    """Multiplies sorted rows by their experts with XLA's ragged product."""
+    wide = [jax.lax.ragged_dot(rows, one, sizes).astype(jnp.float32) for one in (gate, up)]
+    hidden = (jax.nn.silu(wide[0]) * wide[1]).astype(rows.dtype)
+    return jax.lax.ragged_dot(hidden, down, sizes)
+
+
+def ragged_call(sets: Sequence[tuple[Any, ...]]) -> Row:
+    """Makes calls of `ragged_products`, unless it takes too much memory or time."""
+    program = built(ragged_products, *sets[0])
+    if common.peak_gib(program) * 2**30 > device_room():
+        raise MemoryError(common.DOES_NOT_FIT)
+    taken = common.seconds(lambda: program(*sets[0]), 1, enough=10 * SLOW_SECONDS)["median"]
+    if taken > SLOW_SECONDS:
+        raise TimeoutError(f"a call takes {taken:.1f} s")
+    return {"call": queued(program, sets)}
+
+
+def experts(case: Case) -> Measure:
+    """Measures mixtures of experts by kernels and XLA; of a prompt, also the products alone."""
+    model = MODELS["qwen3-30b-a3b"]
+    if case.is_quick:
+        sizes = {"hidden_size": 128, "expert_intermediate_size": 128}
+        model = dataclasses.replace(QUICK["tiny-experts"], **sizes)
+    config = KernelConfig(interpret=dispatch.kernels_here() is None)
+    forms = {
+        form: functools.partial(mixture, model_config=model, kernel_config=own)
+        for form, own in (("mixture", config), ("XLA", None))
+    }
+    is_prompt = case.rows * model.experts_per_token > FEW_PAIRS
+    return (experts_of_prompt if is_prompt else experts_of_tokens)(case, model, config, forms)
+
+
+def experts_of_prompt(case: Case, model: ModelConfig, config: Any, forms: Row) -> Measure:
+    """Measures a row for each form: the mixture and XLA's, the products and `ragged_dot`'s."""
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    x, stacks = jax.eval_shape(lambda: draw_experts(case, model, "bfloat16", PROMPTS))
+    arrange = jax.jit(functools.partial(arrange_pairs, model=model))
+    inputs = jax.eval_shape(arrange, x, stacks, layer)[0]
+    programs = {form: built(call, x, None, stacks, layer) for form, call in forms.items()}
+    products = built(functools.partial(grouped_products, config=config), *inputs["products"])
+
+    def measure(repeats: int) -> list[Row]:
+        x, stacks = draw_experts(case, model, "bfloat16", PROMPTS)
+        sets = [(x, None, stacks, jnp.int32(index)) for index in range(PROMPTS)]
+        own = [arrange(x, stacks, one[3]) for one in sets]
+        calls = {form: queued(program, sets) for form, program in programs.items()}
+        calls["products"] = queued(products, [one[0]["products"] for one in own])
+        found = common.found_or_error(ragged_call, [one[0]["ragged_dot"] for one in own])
+        rows = [{"form": "ragged_dot", "dtype": "bfloat16", "error": found["error"]}]
+        if not found["error"]:
+            rows, calls["ragged_dot"] = [], found["call"]
+        times = common.rounds(calls, repeats)
+        wanted = mixed_in_float32(x, stacks, forms["XLA"])
+        _, weights, places = own[0]
+        work = 6 * model.hidden_size * model.expert_intermediate_size * weights.size
+
+        def outputs(form: str) -> Array:
+            found = calls[form](1)
+            if form in places:  # undefined outside of the pairs' places
+                found = found.reshape(-1, found.shape[-1])[places[form]]
+                found = weights[..., None] * found.reshape(*weights.shape, -1).astype(jnp.float32)
+            return jnp.sum(found, axis=1)[: len(wanted)]
+
+        for form in calls:
+            row = {"form": form, "dtype": "bfloat16"} | milliseconds(times[form])
+            row["tflops"] = work / row["ms"] / 1e9  # of real pairs, not of padded groups
+            rows.append(row | compare(outputs(form), outputs(form), wanted))
+        return rows
+
+    return measure
+
+
+def experts_of_tokens(case: Case, model: ModelConfig, _: Any, forms: Row) -> Measure:
+    """Measures a row for the mixture and for XLA's, with each type of weights."""
+    layers, rounds = (2, 1) if case.is_quick else (LAYERS, ROUNDS_OF_LAYERS)
+    loops, once = {}, {}
+    for weights in EXPERT_WEIGHTS:
+        shapes = jax.eval_shape(lambda weights=weights: draw_experts(case, model, weights, layers))
+        for form, call in forms.items():
+
+            def step(x: Array, stacks: PyTree, layer: int, call: Any = call) -> Array:
+                found = call(x, None, stacks, jnp.int32(layer))
+                return x + found * jnp.asarray(1e-30, x.dtype)  # the next layer waits for this one
+
+            loops[weights, form] = Loop(step, *shapes, layers, rounds)
+            once[weights, form] = built(call, shapes[0], None, shapes[1], jnp.int32(0))
+
+    def measure(repeats: int) -> list[Row]:
+        drawn = {name: draw_experts(case, model, name, layers) for name in EXPERT_WEIGHTS}
+        calls = {one: loop.over(*drawn[one[0]]) for one, loop in loops.items()}
+        times, rows = common.rounds(calls, repeats, step=layers * rounds), []
+        for (weights, form), program in once.items():
+            x, stacks = drawn[weights]
+            router, how = stacks["router"]["kernel"], {"model_config": model, "kernel_config": None}
+            chosen = [route(x[:, 0], router, jnp.int32(one), **how)[1] for one in range(layers)]
+            count = sum(jnp.unique(one).size for one in chosen) / layers
+            leaves = jax.tree.leaves([stacks[name] for name in EXPERTS[1:]])
+            size = sum(leaf.nbytes for leaf in leaves) / layers * count / model.num_experts
+            row = {"form": form, "dtype": weights, "experts": count, "weight_bytes": size}
+            row |= milliseconds(times[weights, form])
+            row["tb_per_s"] = size / row["ms"] / 1e9
+            one, other = (program(x, None, stacks, jnp.int32(0))[:, 0] for _ in range(2))
+            rows.append(row | compare(one, other, mixed_in_float32(x, stacks, forms["XLA"])))
+        return rows
+
+    return measure
+
+
 # Selection by policies.
 
 
@@ -1013,6 +1203,7 @@ OPERATIONS: dict[str, Callable[[Case], Measure]] = {
     "scores": selection_part,
     "lists": selection_part,
     "linear": linear,
+    "experts": experts,
     "gradient": gradient,
     "other_gpus": prefill,
     "selection": selection,

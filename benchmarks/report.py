@@ -194,11 +194,14 @@ FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "attention": ("Attention", str),
     "heads": ("Heads", str),
     "capability": ("Compute capability", str),
-    "rows": ("Tokens at a time", str),
+    "rows": ("Tokens at a time", "{:,}".format),
     "load": ("Sequences × tokens", lambda load: f"{load[0]} × {load[1]:,}"),
     "gpus": ("GPUs", lambda gpus: "one" if gpus[0] == 1 else f"{gpus[0]}, by `{gpus[1]}`"),
     "claim": ("Claim: what is compared", str),
-} | {name: (name.capitalize(), str) for name in ("model", "weights", "part", "product", "call")}
+} | {
+    name: (name.capitalize(), str)
+    for name in ("model", "weights", "part", "product", "routing", "call")
+}
 
 
 # Results.

@@ -123,6 +123,32 @@ def of_dense(rows: list[Row], other: Other) -> str:
     return f"{dense / (rows[0]['selection_ms'] + rows[0]['attention_ms']):.2f}×"
 
 
+def of_matmul(rows: list[Row], _: Other) -> str:
+    """Formats the time and rate of products, and its share of a large product's."""
+    row = rows[0]
+    return f"{duration(row['ms'])}, {row['tflops']:.0f} TFLOP/s, {row['fraction_of_matmul']:.0%}"
+
+
+def of_xla(rows: list[Row], other: Other) -> str:
+    """Formats a mixture's time, the share of the memory's rate, and the speed-up over XLA."""
+    share = rows[0].get("fraction_of_copy_bandwidth")
+    text = duration(rows[0]["ms"]) + (f", {share:.0%}" if share else "")
+    peers = other(form="XLA")
+    return text + (f", **{peers[0]['ms'] / rows[0]['ms']:.1f}×**" if peers else "")
+
+
+EXPERTS = Table(
+    file="experts.json",
+    command="python benchmarks/kernels.py --op experts",
+    where={"error": None, "rows": OneOf(2**10, 2**12, 2**14, 2**15)},
+    lines=("routing", "rows"),
+    columns={
+        "Products": ({"form": "products"}, of_matmul),
+        "`ragged_dot`": ({"form": "ragged_dot"}, of_matmul),
+        "Mixture": ({"form": "mixture"}, of_xla),
+    },
+    has_gaps=True,
+)
 SELECTION = {
     "Selection": ({}, milliseconds("selection_ms")),
     "Attention over the lists": ({}, milliseconds("attention_ms")),
@@ -347,6 +373,13 @@ TIMES: dict[str, Table] = {
                 ("int8", "int8"),
             )
         },
+    ),
+    "kernels-experts": EXPERTS,
+    "kernels-experts-tokens": dataclasses.replace(
+        EXPERTS,
+        where={"error": None, "rows": OneOf(1, 8, 32)},
+        lines=("rows",),
+        columns={name: ({"form": "mixture", "dtype": name}, of_xla) for name in WEIGHTS},
     ),
     "gradients": Table(
         file="gradients_cpu.json",

@@ -95,6 +95,25 @@ def test_products_and_gradients_are_measured_and_checked(measure):
     assert row["is_bit_equal"] and max(row["relative_errors"]) < 0.02
 
 
+@pytest.mark.weekly
+def test_experts_are_measured_and_checked(measure):
+    rows = measure("--op", "experts")["experts.json"]["rows"]
+    tokens, prompt = ([row for row in rows if row["rows"] == count] for count in (2, 160))
+    forms = [(name, form) for name in ("bfloat16", "float8", "int8") for form in ("mixture", "XLA")]
+    assert [(row["dtype"], row["form"]) for row in tokens] == forms
+    assert [row["form"] for row in prompt] == ["mixture", "XLA", "products", "ragged_dot"]
+    for row in rows:
+        assert row["error"] is None and row["ms"] > 0 and row["ms_iqr"] >= 0
+        assert row["is_bit_equal"] and row["relative_error"] < 5e-3
+    one = {row["dtype"]: row["weight_bytes"] / row["experts"] for row in tokens}
+    assert one["bfloat16"] == 2 * 3 * 128 * 128 and 0.5 < one["int8"] / one["bfloat16"] < 0.52
+    assert all(2 <= row["experts"] <= 4 and row["fraction_of_copy_bandwidth"] for row in tokens)
+    for row in prompt:  # 160 tokens with two experts each
+        assert row["tflops"] * row["ms"] == pytest.approx(2 * 3 * 128 * 128 * 320 / 1e9)
+        rate = row["run"]["matmul_tflops"]
+        assert row["fraction_of_matmul"] == pytest.approx(row["tflops"] / rate)
+
+
 def test_every_policy_is_timed_in_its_phases_with_lists_and_statistics(policies):
     found, thresholds = {}, {}
     for row in policies["rows"]:
