@@ -99,10 +99,14 @@ def route(
             precision=matmul_precision(x),
             preferred_element_type=jnp.float32,
         )
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits), model_config.experts_per_token)
-    if model_config.norm_topk_prob:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, experts
+    chosen, experts = jax.lax.top_k(logits, model_config.experts_per_token)
+    most = jax.lax.stop_gradient(chosen[:, :1])
+    weights = jnp.exp(chosen - most)
+    if model_config.norm_topk_prob:  # the sum over all experts cancels
+        total = functools.reduce(jnp.add, weights.T)
+    else:
+        total = jnp.sum(jnp.exp(logits - most), axis=-1)
+    return weights / total[:, None], experts
 
 
 def group_size(num_pairs: int, num_experts: int, *, has_kernels: bool = False) -> int:
@@ -279,7 +283,8 @@ def _sum_with_kernels(
     # Groups that are not used are undefined, and no pair has its place there.
     found = found.reshape(-1, found.shape[-1]).at[groups.place].get(mode="fill", fill_value=0)
     found = found.reshape(*weights.shape, -1).astype(jnp.float32)
-    return jnp.sum(weights[:, :, None] * found, axis=1)
+    # Sums written out, here and in `route`, need no launch of their own for a token on a GPU.
+    return functools.reduce(jnp.add, [weights[:, j, None] * found[:, j] for j in range(k)])
 
 
 def _multiply_few(
