@@ -99,10 +99,14 @@ def route(
             precision=matmul_precision(x),
             preferred_element_type=jnp.float32,
         )
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits), model_config.experts_per_token)
-    if model_config.norm_topk_prob:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, experts
+    chosen, experts = jax.lax.top_k(logits, model_config.experts_per_token)
+    most = jax.lax.stop_gradient(chosen[:, :1])
+    weights = jnp.exp(chosen - most)
+    if model_config.norm_topk_prob:  # the sum over all experts cancels
+        total = functools.reduce(jnp.add, weights.T)
+    else:
+        total = jnp.sum(jnp.exp(logits - most), axis=-1)
+    return weights / total[:, None], experts
 
 
 def group_size(num_pairs: int, num_experts: int, *, has_kernels: bool = False) -> int:
@@ -191,51 +195,34 @@ def mixture(
       axis_name: Under `shard_map`, the mesh axis whose ranks share the width M of each expert; they
         sum their results in float32. `None` if this rank has whole experts.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    has_kernel = kernel_config is not None and _multiplies_groups(kernel_config)
-    if has_kernel and "quantized" in stacks[NAMES[0]]:
-        if len(rows) * model_config.experts_per_token > FEW_PAIRS:
-            stacks, layer = _dequantize(stacks, layer, x.dtype)
-    is_row = None if is_token is None else is_token.reshape(-1)
-    run = functools.partial(
-        _mix_rows,
-        stacks=stacks,
-        layer=layer,
-        model_config=model_config,
-        kernel_config=kernel_config,
-        axis_name=axis_name,
-    )
-    least = 1 if kernel_config is None else -(-len(rows) // MOST_TOKENS)
+    count, k = model_config.num_experts, model_config.experts_per_token
+    rows, has_kernels = x.reshape(-1, x.shape[-1]), kernel_config is not None
+    # Its kernel has no derivative, and prompts may be differentiated.
+    step = kernel_config if x.shape[1] == 1 else None
+    router = stacks["router"]["kernel"]
+    options: dict[str, Any] = {"model_config": model_config, "kernel_config": step}
+    weights, experts = route(rows, router, layer, **options)
+    if is_token is not None:
+        experts = jnp.where(is_token.reshape(-1, 1), experts, count)
+    own = {name: stacks[name] for name in NAMES}
+    if kernel_config is not None and k * len(rows) > FEW_PAIRS and "quantized" in own[NAMES[0]]:
+        if kernel_config.interpret or dispatch.why_not_device("grouped matmul") is None:
+            own, layer = _dequantize(own, layer, x.dtype)
+
+    def run(rows: Array, weights: Array, experts: Array) -> Array:
+        size = group_size(experts.size, count, has_kernels=has_kernels)
+        groups = group_pairs(experts.reshape(-1), num_experts=count, size=size)
+        found = _sum_of_groups(kernel_config, *vary_alike(rows, weights, own, layer, groups))
+        if axis_name is not None:
+            found = jax.lax.psum(found, axis_name)
+        return found.astype(rows.dtype)
+
+    least = -(-len(rows) // MOST_TOKENS) if has_kernels else 1
     parts = next(n for n in range(least, len(rows) + 1) if len(rows) % n == 0)
     if parts == 1:
-        return run(rows, is_row).reshape(x.shape)
-    split = jax.tree.map(lambda one: one.reshape(parts, -1, *one.shape[1:]), (rows, is_row))
-    return jax.lax.map(lambda one: run(*one), split).reshape(x.shape)
-
-
-def _mix_rows(
-    rows: Float[Array, "T D"],
-    is_token: Bool[Array, "T"] | None,
-    *,
-    stacks: Mapping[str, PyTree],
-    layer: Int[Array, ""],
-    model_config: ModelConfig,
-    kernel_config: KernelConfig | None,
-    axis_name: str | None,
-) -> Float[Array, "T D"]:
-    """Computes `mixture` for rows, all at once."""
-    count, k = model_config.num_experts, model_config.experts_per_token
-    options: dict[str, Any] = {"model_config": model_config, "kernel_config": kernel_config}
-    weights, experts = route(rows, stacks["router"]["kernel"], layer, **options)
-    if is_token is not None:
-        experts = jnp.where(is_token[:, None], experts, count)
-    size = group_size(k * len(rows), count, has_kernels=kernel_config is not None)
-    groups = group_pairs(experts.reshape(-1), num_experts=count, size=size)
-    own = {name: stacks[name] for name in NAMES}
-    found = _sum_of_groups(kernel_config, *vary_alike(rows, weights, own, layer, groups))
-    if axis_name is not None:
-        found = jax.lax.psum(found, axis_name)
-    return found.astype(rows.dtype)
+        return run(rows, weights, experts).reshape(x.shape)
+    split = [one.reshape(parts, -1, one.shape[1]) for one in (rows, weights, experts)]
+    return jax.lax.map(lambda one: run(*one), tuple(split)).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -279,7 +266,8 @@ def _sum_with_kernels(
     # Groups that are not used are undefined, and no pair has its place there.
     found = found.reshape(-1, found.shape[-1]).at[groups.place].get(mode="fill", fill_value=0)
     found = found.reshape(*weights.shape, -1).astype(jnp.float32)
-    return jnp.sum(weights[:, :, None] * found, axis=1)
+    # Sums written out, here and in `route`, need no launch of their own for a token on a GPU.
+    return functools.reduce(jnp.add, [weights[:, j, None] * found[:, j] for j in range(k)])
 
 
 def _multiply_few(
@@ -338,10 +326,6 @@ def _join_stack(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _multiplies_groups(kernel_config: KernelConfig) -> bool:
-    return kernel_config.interpret or dispatch.why_not_device("grouped matmul") is None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _dequantize(
     stacks: Mapping[str, PyTree], layer: Int[Array, ""], dtype: DTypeLike
@@ -351,9 +335,9 @@ def _dequantize(
     The kernel for prompts multiplies 16 bits.
     """
     take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=layer, slice_size=1)
-    found = jax.tree.map(take, {name: stacks[name] for name in EXPERTS})
-    for name in NAMES:
-        quantized, scales = (found[name][part] for part in QUANTIZED)
+    found = {}
+    for name, stack in stacks.items():
+        quantized, scales = (take(stack[part]) for part in QUANTIZED)
         wide = quantized.astype(jnp.float32) * scales[..., None]
         found[name] = {"quantized": wide.astype(dtype), "scales": jnp.ones_like(scales)}
     return found, jnp.zeros_like(layer)
