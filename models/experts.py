@@ -404,25 +404,42 @@ def _sum_backward(
     if "quantized" in stacks[NAMES[0]]:
         refuse_gradients()
 
+    is_sorted = groups.pair.shape[1] > 1
+
     def add(index: Array, found: Any) -> Any:
-        to_x, to_weights, to_stacks = found
+        to_x, to_weights, to_stacks, sums = found
         token, rows, own_weights, own = _take(index, x, weights, stacks, layer, groups)
         _, pull = jax.vjp(_of_one_expert, rows, own_weights, own)
         of_rows, of_weights, of_own = pull(gradient.at[token].get(mode="fill", fill_value=0))
-        place = layer, groups.expert[index]
+        expert = groups.expert[index]
+        place = layer, expert
+        if is_sorted:  # in float32, as an expert of a long prompt has many groups
+            goes_on = (index > 0) & (groups.expert[jnp.maximum(index - 1, 0)] == expert)
+            sums = jax.tree.map(
+                lambda total, of: jnp.where(goes_on, total, 0) + of.astype(jnp.float32),
+                sums,
+                of_own,
+            )
+            to_stacks = jax.tree.map(
+                lambda to, total: to.at[place].set(total.astype(to.dtype)), to_stacks, sums
+            )
+        else:
+            to_stacks = jax.tree.map(lambda to, of: to.at[place].add(of), to_stacks, of_own)
         return (
-            to_x.at[token].add(of_rows, mode="drop"),
+            to_x.at[token].add(of_rows.astype(jnp.float32), mode="drop"),
             to_weights.at[groups.pair[index]].add(of_weights, mode="drop"),
-            jax.tree.map(lambda to, of: to.at[place].add(of), to_stacks, of_own),
+            to_stacks,
+            sums,
         )
 
     start = (
-        jnp.zeros_like(x),
+        jnp.zeros_like(x, jnp.float32),
         jnp.zeros_like(weights.reshape(-1)),
         jax.tree.map(jnp.zeros_like, stacks),
+        jax.tree.map(lambda one: jnp.zeros_like(one[0, 0], jnp.float32), stacks),
     )
-    to_x, to_weights, to_stacks = jax.lax.fori_loop(0, _count(groups), add, start)
-    return to_x, to_weights.reshape(weights.shape), to_stacks, None, None
+    to_x, to_weights, to_stacks, _ = jax.lax.fori_loop(0, _count(groups), add, start)
+    return to_x.astype(x.dtype), to_weights.reshape(weights.shape), to_stacks, None, None
 
 
 _sum_of_groups.defvjp(_sum_forward, _sum_backward)

@@ -137,18 +137,24 @@ def read_moe_window(raw: RawConfig) -> tuple[int | None, int]:
     return read_window(raw)[0], 0
 
 
+# Files of Qwen3-Coder say that query and key have norms, as they do in every Qwen3.
+_NORMS = frozenset({"use_qk_norm"})
+
 QWEN2 = Family(
     model_type="qwen2", keys=KEYS, read_fields=read_qwen2_fields, read_window=read_window
 )
 QWEN3 = Family(
-    model_type="qwen3", keys=KEYS, read_fields=read_qwen3_fields, read_window=read_window
+    model_type="qwen3",
+    keys=KEYS,
+    read_fields=read_qwen3_fields,
+    read_window=read_window,
+    own_attributes=_NORMS,
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     keys=KEYS | EXPERT_KEYS,
     read_fields=read_qwen3_moe_fields,
     read_window=read_moe_window,
-    own_attributes=frozenset(
-        {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
-    ),
+    own_attributes=_NORMS
+    | {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"},
 )

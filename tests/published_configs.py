@@ -130,4 +130,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]
         dict(context_length=262144, rope=RopeConfig(theta=1e7)),
         30_532_122_624,
     ),
+    "Qwen3-Coder-30B-A3B-Instruct": (
+        _QWEN3_MOE | dict(
+            intermediate_size=5472, max_position_embeddings=262144, max_window_layers=28,
+            qkv_bias=False, rope_theta=10000000, router_aux_loss_coef=0.0,
+            shared_expert_intermediate_size=0, use_qk_norm=True,
+        ),
+        None,
+        dict(context_length=262144, num_experts=128, qk_norm=True, qkv_bias=False),
+        30_532_122_624,
+    ),
 }  # fmt: skip

@@ -64,6 +64,28 @@ def test_gradients_equal_those_of_all_experts(has_empty_groups, monkeypatch):
     assert not np.any(found[1][0][~IS_TOKEN])
 
 
+def test_bfloat16_sums_over_a_long_prompt_are_rounded_once():
+    """Each of two experts has some 64 groups."""
+    config = dataclasses.replace(MODEL, num_experts=2, experts_per_token=1, hidden_size=16)
+    stacks = {
+        name: leaf
+        for name, leaf in tiny.params(jnp.bfloat16, config)["layers"].items()
+        if name in EXPERTS
+    }
+    x = (jax.random.normal(jax.random.key(1), (1, 2**14, 16)) + 0.5).astype(jnp.bfloat16)
+
+    def loss(stacks, x):
+        out = experts.mixture(x, None, stacks, jnp.zeros((), jnp.int32), model_config=config)
+        return jnp.sum(out.astype(jnp.float32) * x.astype(jnp.float32))
+
+    gradient = jax.jit(jax.grad(loss))
+    wide = jax.tree.map(lambda one: one.astype(jnp.float32), (stacks, x))
+    found, expected = gradient(stacks, x), gradient(*wide)
+    for name in EXPERTS[1:]:
+        one, other = (np.asarray(y[name]["kernel"], np.float32) for y in (found, expected))
+        assert np.linalg.norm(one - other) < 0.004 * np.linalg.norm(other)
+
+
 def test_gradients_of_a_model_equal_those_of_all_experts():
     tokens, lengths = tiny.prompts(24, 17)
 
