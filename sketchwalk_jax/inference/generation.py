@@ -549,7 +549,7 @@ class Options:
 
 def _default_key() -> Any:
     """Returns `jax.random.key(0)`; for the usual generator without compiling a program."""
-    if jax.config.jax_default_prng_impl != "threefry2x32":
+    if jax.config.jax_default_prng_impl != "threefry2x32" or jax.config.jax_random_seed_offset:
         return jax.random.key(0)
     return jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32)))
 

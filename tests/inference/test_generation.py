@@ -251,3 +251,18 @@ def test_half_precision_stays_near_float32_and_finite(weights, dtype):
     assert np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)) < 0.05
     sparse = forward(half, prompt, model_config=MODEL, policy=POLICIES["damped"])
     assert sparse.dtype == jnp.float32 and np.isfinite(sparse).all()
+
+
+@pytest.mark.parametrize(
+    "setting", [("jax_random_seed_offset", 5), ("jax_default_prng_impl", "rbg")]
+)
+def test_the_default_key_is_that_of_seed_0(setting):
+    name, value = setting
+    usual = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        expected, found = jax.random.key(0), generation._default_key()
+    finally:
+        jax.config.update(name, usual)
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(*map(jax.random.key_data, (found, expected)))
