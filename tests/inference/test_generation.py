@@ -253,7 +253,9 @@ def test_half_precision_stays_near_float32_and_finite(weights, dtype):
     assert sparse.dtype == jnp.float32 and np.isfinite(sparse).all()
 
 
-@pytest.mark.parametrize("setting", [("jax_random_seed_offset", 5), ("jax_default_prng_impl", "rbg")])
+@pytest.mark.parametrize(
+    "setting", [("jax_random_seed_offset", 5), ("jax_default_prng_impl", "rbg")]
+)
 def test_the_default_key_is_that_of_seed_0(setting):
     name, value = setting
     usual = getattr(jax.config, name)
