@@ -8,23 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import MODEL, params, prompts
+from tiny import EXPERTS, params, prompts
 from tolerances import tolerance
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.models import quantize_params
+from sketchwalk_jax.models import experts, quantize_params
 from sketchwalk_jax.models.experts import group_pairs, group_size, mixture
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 
-CONFIG = dataclasses.replace(
-    MODEL,
-    model_type="qwen3_moe",
-    qk_norm=True,
-    num_experts=6,
-    experts_per_token=2,
-    expert_intermediate_size=24,
-    norm_topk_prob=True,
-)
+CONFIG = dataclasses.replace(EXPERTS, dense_mlp_layers=())
 LAYER = 2
 run = jax.jit(mixture, static_argnames=("model_config", "kernel_config"))
 
@@ -86,22 +78,22 @@ def test_rows_that_are_no_tokens_choose_no_expert_and_change_no_bit(weights):
 
 
 @given(st.lists(st.integers(0, 5), min_size=40, max_size=40), st.sampled_from([1, 8, 64]))
-def test_each_pair_has_a_place_in_a_group_of_its_expert(experts, size):
+def test_each_pair_has_a_place_in_a_group_of_its_expert(chosen, size):
     make = jax.jit(group_pairs, static_argnames=("num_experts", "size"))
-    groups = make(jnp.array(experts, jnp.int32), num_experts=5, size=size)
+    groups = make(jnp.array(chosen, jnp.int32), num_experts=5, size=size)
     used = int(groups.used)
-    counts = np.bincount(experts, minlength=6)[:5]
-    wanted = len(experts) if size == 1 else np.sum(-(-counts // size))
+    counts = np.bincount(chosen, minlength=6)[:5]
+    wanted = len(chosen) if size == 1 else np.sum(-(-counts // size))
     assert used == wanted <= len(groups.expert)
     pair, place = np.asarray(groups.pair), np.asarray(groups.place)
-    assert np.all(pair[used:] == len(experts))
-    for number, expert in enumerate(experts):
+    assert np.all(pair[used:] == len(chosen))
+    for number, expert in enumerate(chosen):
         if expert == 5:
             assert place[number] == pair.size
         else:
             assert pair.ravel()[place[number]] == number
             assert groups.expert[place[number] // size] == expert
-    assert np.sum(pair < len(experts)) == np.sum(counts)
+    assert np.sum(pair < len(chosen)) == np.sum(counts)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
@@ -122,7 +114,10 @@ def test_products_with_eight_bits_are_those_with_the_dequantised_weights(weights
 
 
 def test_groups_are_as_large_as_an_expert_has_pairs():
-    assert [group_size(n, 128) for n in (1, 128, 129, 1000, 10**6)] == [1, 1, 2, 8, 128]
+    numbers = (1, 128, 129, 256, 257, 10**6)
+    assert [group_size(n, 128) for n in numbers] == [1, 1, 2, 2, 4, 128]
+    assert [group_size(n, 128, has_kernels=True) for n in numbers] == [1, 1, 2, 2, 128, 128]
+    assert group_size(256, 8, has_kernels=True) == 8  # few rows for the decode matmul
 
 
 def test_a_model_with_experts_keeps_its_promises():
@@ -149,8 +144,12 @@ def test_a_model_with_experts_keeps_its_promises():
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("kind", [None, "float8"])
-@pytest.mark.parametrize("num_tokens", [3, 150])
-def test_kernels_mix_as_xla_does(kind, num_tokens):
+@pytest.mark.parametrize(
+    ("num_tokens", "most_tokens"), [(3, None), (150, None), (400, 200)], ids=str
+)
+def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
+    if most_tokens:  # in two parts
+        monkeypatch.setattr(experts, "MOST_TOKENS", most_tokens)
     config = dataclasses.replace(CONFIG, hidden_size=128, expert_intermediate_size=128)
     weights = params(jnp.bfloat16, config)
     stacks = (weights if kind is None else quantize_params(weights, kind))["layers"]
