@@ -10,9 +10,10 @@ With E experts, of which a token chooses k, and router weights W::
 Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), as in Qwen3's technical
 report (arXiv:2505.09388).
 
-Pairs of a token and an expert are sorted by expert, and put into groups of at most R pairs with one
-expert each; few pairs are groups of their own. So memory is linear in tokens, an expert that nobody
-chooses costs nothing, and what a token gets does not depend on the other tokens.
+A *pair* is a token and one of its experts. Pairs are sorted by expert, and put into groups of at
+most R pairs with one expert each; few pairs are groups of their own. So memory is linear in tokens,
+and what a token gets does not depend on the other tokens. Kernels and CPUs skip experts that nobody
+chooses, except that for a prompt, a layer's 8-bit weights are dequantised all together.
 """
 
 import dataclasses
@@ -32,23 +33,25 @@ from sketchwalk_jax.models.quantized import refuse_gradients
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import GROUP_ROWS, KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul
-from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups as Matrices
+from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups
 from sketchwalk_jax.pallas_kernels.expert_matmul.api import grouped_matmul, grouped_swiglu
 from sketchwalk_jax.precision import matmul_precision
 
 PyTree = Any
 NAMES = EXPERTS[1:]
+"""The matrices of an expert: gate, up and down."""
 FEW_PAIRS = 256
-"""Most pairs for the decode matmul kernels: with more, weights are read several times."""
+"""Most pairs for the decode matmul kernels, whose groups are small: with more pairs, an expert has
+several groups, and each one would read its weights again."""
 FEW_ROWS = 8
 """Most pairs in a group for these kernels."""
 MOST_TOKENS = 2**15
-"""Most tokens of a prompt that kernels multiply at a time, which bounds the memory. Each time reads
-the weights, and ends the last group of each expert."""
+"""Most tokens that kernels multiply at a time, to bound the memory of their pairs. More parts would
+read the weights more often, and pad more groups: in each part, an expert's last group is padded."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Pairs of a token and an expert in groups of one expert each.
 
     Attributes:
@@ -65,7 +68,7 @@ class Groups:
     place: Int[Array, "P"]
 
 
-jax.tree_util.register_dataclass(Groups)
+jax.tree_util.register_dataclass(ExpertGroups)
 
 
 def route(
@@ -81,12 +84,24 @@ def route(
     Args:
       x: The normalised input.
       router: Weights of the routers of all layers.
-      layer: The layer.
+      layer: Index of the layer among those with experts.
       model_config: The model.
       kernel_config: Settings of the decode matmul kernel, or `None` for XLA.
 
     Returns:
       The weights `w` in float32, and the experts; the largest weight comes first.
+
+    Example:
+      >>> config = ModelConfig(model_type="qwen3_moe", vocab_size=64, num_layers=1, hidden_size=4,
+      ...                      intermediate_size=8, num_heads=2, num_kv_heads=2, head_dim=2,
+      ...                      max_position_embeddings=64, num_experts=4, experts_per_token=2,
+      ...                      expert_intermediate_size=2)
+      >>> x, router = jnp.array([[1.0, 0.0, 2.0, 0.0]]), jnp.eye(4)[None]
+      >>> weights, experts = route(
+      ...     x, router, jnp.array(0), model_config=config, kernel_config=None
+      ... )
+      >>> [f"{weight:.2f}" for weight in weights[0]], experts.tolist()  # softmax of 1, 0, 2, 0
+      (['0.61', '0.22'], [[2, 0]])
     """
     kernel = choose_decode_matmul(are_quantized=False)
     if kernel_config is not None and not kernel.why_not(x, [router], None):
@@ -124,7 +139,7 @@ def group_size(num_pairs: int, num_experts: int, *, has_kernels: bool = False) -
     return min(most, 1 << (-(-num_pairs // num_experts) - 1).bit_length())
 
 
-def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> Groups:
+def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> ExpertGroups:
     """Sorts pairs into groups.
 
     Args:
@@ -142,9 +157,9 @@ def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> Gro
     """
     pairs = experts.shape[0]
     number = jnp.arange(pairs, dtype=jnp.int32)
-    if size == 1:  # nothing to sort, which takes a token on a GPU many launches
+    if size == 1:  # do not sort: that takes many launches on a GPU, in every layer of every token
         is_routed = experts < num_experts
-        return Groups(
+        return ExpertGroups(
             pair=jnp.where(is_routed, number, pairs)[:, None],
             expert=jnp.minimum(experts, num_experts - 1),
             used=jnp.full_like(experts, pairs, shape=()),
@@ -165,7 +180,7 @@ def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> Gro
     pair = pair.at[place].set(order, mode="drop")
     groups = jnp.arange(num_groups, dtype=jnp.int32)
     expert = jnp.sum(ends[None] <= groups[:, None], axis=1, dtype=jnp.int32)
-    return Groups(
+    return ExpertGroups(
         pair=pair.reshape(num_groups, size),
         expert=jnp.minimum(expert, num_experts - 1),
         used=ends[-1],
@@ -194,6 +209,24 @@ def mixture(
       kernel_config: Settings of the kernels, or `None` for XLA.
       axis_name: Under `shard_map`, the mesh axis whose ranks share the width M of each expert; they
         sum their results in float32. `None` if this rank has whole experts.
+
+    Returns:
+      `y` in the type of `x`.
+
+    Raises:
+      NotImplementedError: If gradients are taken through 8-bit weights.
+
+    Example:
+      >>> config = ModelConfig(model_type="qwen3_moe", vocab_size=64, num_layers=1, hidden_size=4,
+      ...                      intermediate_size=8, num_heads=2, num_kv_heads=2, head_dim=2,
+      ...                      max_position_embeddings=64, num_experts=3, experts_per_token=2,
+      ...                      expert_intermediate_size=4, norm_topk_prob=True)
+      >>> stacks = {"router": {"kernel": jnp.zeros((1, 4, 3))}}
+      >>> stacks |= dict.fromkeys(NAMES, {"kernel": jnp.ones((1, 3, 4, 4))})
+      >>> is_token = jnp.array([[True, False]])
+      >>> out = mixture(jnp.ones((1, 2, 4)), is_token, stacks, jnp.array(0), model_config=config)
+      >>> [f"{y:.1f}" for y in out[0, :, 0]]  # 4 · silu(4) · 4, and no token
+      ['62.8', '0.0']
     """
     count, k = model_config.num_experts, model_config.experts_per_token
     rows, has_kernels = x.reshape(-1, x.shape[-1]), kernel_config is not None
@@ -232,9 +265,9 @@ def _sum_of_groups(
     weights: Float[Array, "T k"],
     stacks: Mapping[str, PyTree],
     layer: Int[Array, ""],
-    groups: Groups,
+    groups: ExpertGroups,
 ) -> Float[Array, "T D"]:
-    """Adds up `w · y` of all pairs in float32; XLA adds a token's experts in ascending order."""
+    """Sums the weighted outputs of a token's experts in float32; XLA takes ascending experts."""
     if kernel_config is not None:
         found = _sum_with_kernels(kernel_config, x, weights, stacks, layer, groups)
         if found is not None:
@@ -253,7 +286,7 @@ def _sum_with_kernels(
     weights: Float[Array, "T k"],
     stacks: Mapping[str, PyTree],
     layer: Int[Array, ""],
-    groups: Groups,
+    groups: ExpertGroups,
 ) -> Float[Array, "T D"] | None:
     """Computes `_sum_of_groups` with kernels, or returns `None` if there are none for the input."""
     k = weights.shape[1]
@@ -275,13 +308,13 @@ def _multiply_few(
     rows: Float[Array, "G R D"],
     stacks: Mapping[str, PyTree],
     layer: Int[Array, ""],
-    groups: Groups,
+    groups: ExpertGroups,
 ) -> Float[Array, "G R D"] | None:
     """Runs the experts of few pairs; the kernel reads the weights of chosen experts in place."""
     is_quantized = "quantized" in stacks[NAMES[0]]
     kernel = choose_decode_matmul(are_quantized=is_quantized)
     count = jax.tree.leaves(stacks)[0].shape[1]
-    matrices = Matrices(layer * count + groups.expert, groups.used)
+    matrices = Groups(layer * count + groups.expert, groups.used)
 
     def arguments(names: tuple[str, ...]) -> tuple[list[Array], dict[str, Any]]:
         flat = [jax.tree.map(_join_stack, stacks[name]) for name in names]
@@ -309,7 +342,7 @@ def _multiply_many(
     rows: Float[Array, "G R D"],
     stacks: Mapping[str, PyTree],
     layer: Int[Array, ""],
-    groups: Groups,
+    groups: ExpertGroups,
 ) -> Float[Array, "G R D"] | None:
     """Runs the experts of a prompt."""
     is_transposed = "quantized" in stacks[NAMES[0]]  # dequantised, with scales of one
@@ -346,7 +379,7 @@ def _dequantize(
 _dequantize.defvjp(refuse_gradients, refuse_gradients)
 
 
-def _count(groups: Groups) -> Int[Array, ""]:
+def _count(groups: ExpertGroups) -> Int[Array, ""]:
     """Groups to visit: on a GPU all, since a loop of unknown length waits for the host."""
     return jax.lax.platform_dependent(
         groups.used,
@@ -361,7 +394,7 @@ def _take(
     weights: Float[Array, "T k"],
     stacks: Mapping[str, PyTree],
     layer: Int[Array, ""],
-    groups: Groups,
+    groups: ExpertGroups,
 ) -> tuple[Int[Array, "R"], Float[Array, "R D"], Float[Array, "R"], PyTree]:
     """Takes a group's tokens (their number for empty places), rows, weights, and its expert."""
     pair, expert = groups.pair[index], groups.expert[index]

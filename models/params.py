@@ -58,8 +58,9 @@ ParamsSharding = (
 QUANTIZED_DTYPES = {"float8": "float8_e4m3fn", "int8": "int8"}
 """Values of the argument `weights` of `load`, and the dtype of `quantized` for each."""
 MLP = ("gate", "up", "down")
+"""Names in `layers` that only layers with an ordinary mlp have."""
 EXPERTS = ("router", "expert_gate", "expert_up", "expert_down")
-"""Names in `layers` that only layers with an ordinary mlp, or with experts, have."""
+"""Names in `layers` that only layers with experts have."""
 QUANTIZED = ("quantized", "scales")
 """The arrays that replace a `kernel`."""
 
@@ -284,7 +285,7 @@ def num_active(model_config: ModelConfig) -> int:
 
 
 def own_layers(model_config: ModelConfig, name: str) -> tuple[int, ...]:
-    """Layers over which the arrays of a name in `layers` are stacked.
+    """Returns the layers over which the arrays of a name in `layers` are stacked.
 
     Example:
       >>> config = ModelConfig(model_type="llama", vocab_size=64, num_layers=2, hidden_size=32,
@@ -299,7 +300,7 @@ def own_layers(model_config: ModelConfig, name: str) -> tuple[int, ...]:
 
 
 def num_stack_axes(path: tuple[str, ...]) -> int:
-    """Number of a parameter's leading axes over which equal arrays are stacked.
+    """Counts a parameter's leading axes: one for layers, and one more for experts.
 
     Example:
       >>> [num_stack_axes(("layers", name, "kernel")) for name in ("gate", "expert_gate")]

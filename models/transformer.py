@@ -420,8 +420,9 @@ def run_layers(
             is_dense = [x in model_config.mlp_layers for x in range(last + 1)]
             before = np.cumsum(is_dense) - is_dense  # layers with an ordinary mlp before each layer
             at = jnp.asarray(np.stack([before, np.arange(last + 1) - before, is_dense]), jnp.int32)
-            slot, index, found = at[:, layer]
-            dense = take(of_mlp, jnp.minimum(slot, len(model_config.mlp_layers) - 1)), found == 1
+            slot, index, has_mlp = at[:, layer]
+            slot = jnp.minimum(slot, len(model_config.mlp_layers) - 1)
+            dense = take(of_mlp, slot), has_mlp == 1
             index = jnp.minimum(index, len(model_config.expert_layers) - 1)
         own = {"stacks": of_experts, "layer": index, "model_config": model_config}
         return dataclasses.replace(weights, mix=functools.partial(mix, **own), dense=dense)

@@ -191,6 +191,7 @@ def _widths(valid: Bool[Array, "B T"], settings: Settings) -> Widths | None:
     column = jnp.arange(1, num_columns + 1, dtype=jnp.int32)
     used = jnp.max(jnp.where(valid, column[None], 0))
     index = jnp.sum(used > jnp.asarray(columns[:-1], jnp.int32), dtype=jnp.int32)
+    # Take large parts: each one reads all experts again, for few tokens an expert.
     most = MOST_TOKENS if settings.model_config.num_experts else _MOST_COLUMNS
     return Widths(columns, index, max(size, most // batch))
 
