@@ -30,11 +30,14 @@ from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import EXPERTS, QUANTIZED
 from sketchwalk_jax.models.quantized import refuse_gradients
-from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import GROUP_ROWS, KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul
 from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups
-from sketchwalk_jax.pallas_kernels.expert_matmul.api import grouped_matmul, grouped_swiglu
+from sketchwalk_jax.pallas_kernels.expert_matmul.api import (
+    grouped_matmul,
+    grouped_swiglu,
+    why_not_grouped_matmul,
+)
 from sketchwalk_jax.precision import matmul_precision
 
 PyTree = Any
@@ -239,7 +242,11 @@ def mixture(
         experts = jnp.where(is_token.reshape(-1, 1), experts, count)
     own = {name: stacks[name] for name in NAMES}
     if kernel_config is not None and k * len(rows) > FEW_PAIRS and "quantized" in own[NAMES[0]]:
-        if kernel_config.interpret or dispatch.why_not_device("grouped matmul") is None:
+        gate = own[NAMES[0]]["quantized"]
+        arrays = [(1, GROUP_ROWS, x.shape[-1]), (1, *gate.shape[2:])]
+        like = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in arrays]
+        options = {"is_transposed": True, "interpret": kernel_config.interpret}
+        if why_not_grouped_matmul(*like, **options) is None:
             own, layer = _dequantize(own, layer, x.dtype)
 
     def run(rows: Array, weights: Array, experts: Array) -> Array:
@@ -251,6 +258,7 @@ def mixture(
         return found.astype(rows.dtype)
 
     least = -(-len(rows) // MOST_TOKENS) if has_kernels else 1
+    # Prompts are multiples of a block, so a few parts are equal.
     parts = next(n for n in range(least, len(rows) + 1) if len(rows) % n == 0)
     if parts == 1:
         return run(rows, weights, experts).reshape(x.shape)

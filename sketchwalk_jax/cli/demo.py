@@ -316,8 +316,9 @@ def timed[Result](call: Callable[[], Result]) -> tuple[Result, float, float]:
         result = jax.block_until_ready(call())
     finally:
         jax.monitoring.unregister_event_time_span_listener(listen)
-    whole, compiled, last = time.time() - start, 0.0, 0.0
-    # Merge nested spans: tracing a function includes tracing the functions it calls.
+    whole, compiled, last = time.time() - start, 0.0, start
+    # Merge nested spans: tracing a function includes tracing the functions it calls. Another thread
+    # may have begun to compile before the call.
     for begin, end in sorted(spans):
         compiled += max(0.0, end - max(begin, last))
         last = max(last, end)

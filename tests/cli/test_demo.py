@@ -313,7 +313,13 @@ def test_compilation_is_timed_apart():
 
 
 def test_compilation_inside_another_counts_once(monkeypatch):
-    events = [("trace", 2.0, 5.0), ("trace", 3.0, 4.0), ("lower", 4.5, 6.0), ("backend", 7.0, 8.0)]
+    events = [
+        ("backend", -9.0, 1.5),
+        ("trace", 2.0, 5.0),
+        ("trace", 3.0, 4.0),
+        ("lower", 4.5, 6.0),
+        ("backend", 7.0, 8.0),
+    ]
     clock = iter([1.0, 10.0])
 
     def call() -> int:
@@ -323,6 +329,6 @@ def test_compilation_inside_another_counts_once(monkeypatch):
         return 7
 
     monkeypatch.setattr("time.time", lambda: next(clock))
-    assert timed(call) == (7, 4.0, 5.0)
+    assert timed(call) == (7, 3.5, 5.5)
     monkeypatch.undo()
     assert timed(lambda: 8)[::2] == (8, 0.0)
