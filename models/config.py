@@ -147,13 +147,19 @@ class ModelConfig:
             )
 
     def _check_experts(self) -> None:
+        layers = self.dense_mlp_layers
+        is_tuple = isinstance(layers, tuple) and all(type(x) is int for x in layers)
+        if not is_tuple or list(layers) != sorted({*layers} & {*range(self.num_layers)}):
+            raise ValueError(
+                f"dense_mlp_layers must be a tuple of layers below {self.num_layers}, ascending, "
+                f"got {layers!r}"
+            )
         sizes = "experts_per_token", "expert_intermediate_size"
         check_integer("num_experts", self.num_experts, least=0)
         for name in sizes:
             check_integer(name, getattr(self, name), least=min(1, self.num_experts))
-        if self.num_experts == 0 and any(
-            [*(getattr(self, x) for x in sizes), self.dense_mlp_layers]
-        ):
+        given = [*(getattr(self, name) for name in sizes), layers]
+        if self.num_experts == 0 and any(given):
             raise ValueError(
                 "num_experts must be at least 1 for experts_per_token, expert_intermediate_size or "
                 "dense_mlp_layers, got 0"
@@ -162,14 +168,6 @@ class ModelConfig:
             raise ValueError(
                 f"experts_per_token must be at most num_experts {self.num_experts}, got "
                 f"{self.experts_per_token}"
-            )
-        layers = self.dense_mlp_layers
-        if not isinstance(layers, tuple) or list(layers) != sorted(
-            {x for x in layers if x in range(self.num_layers)}
-        ):
-            raise ValueError(
-                f"dense_mlp_layers must be a tuple of layers below {self.num_layers}, ascending, "
-                f"got {layers!r}"
             )
         if self.num_experts and len(layers) == self.num_layers:
             raise ValueError(

@@ -13,6 +13,7 @@ import pytest
 
 from sketchwalk_jax import language_model
 from sketchwalk_jax.cli import main, options, prompt
+from sketchwalk_jax.inference import compiled
 from sketchwalk_jax.models import hub
 from sketchwalk_jax.models.weights import load, save
 from sketchwalk_jax.text import tokenizer
@@ -324,6 +325,11 @@ def test_warnings_take_one_line(model, capsys, monkeypatch):
         raise ValueError("stop")
 
     monkeypatch.setattr(language_model, "Stream", stream)
+    # Filters of warnings belong to all threads, also to those that compile.
+    monkeypatch.setattr(language_model.LanguageModel, "warm_up", lambda *_, **__: None)
+    for program in compiled._all:
+        for one in [*program._programs.values()]:
+            one.exception()  # waits
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         main(["generate", "--model", str(model), "--prompt", "a"])
