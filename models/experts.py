@@ -191,6 +191,16 @@ def group_pairs(experts: Int[Array, "P"], *, num_experts: int, size: int) -> Exp
     )
 
 
+def num_parts(number: int, most: int) -> int:
+    """Returns the least number of equal parts of at most `most`; prompts are multiples of a block.
+
+    Example:
+      >>> num_parts(4, 4), num_parts(9, 4)
+      (1, 3)
+    """
+    return next(n for n in range(-(-number // most), number + 1) if number % n == 0)
+
+
 def mixture(
     x: Float[Array, "B T D"],
     is_token: Bool[Array, "B T"] | None,
@@ -257,9 +267,7 @@ def mixture(
             found = jax.lax.psum(found, axis_name)
         return found.astype(rows.dtype)
 
-    least = -(-len(rows) // MOST_TOKENS) if has_kernels else 1
-    # Prompts are multiples of a block, so a few parts are equal.
-    parts = next(n for n in range(least, len(rows) + 1) if len(rows) % n == 0)
+    parts = num_parts(len(rows), MOST_TOKENS) if has_kernels else 1
     if parts == 1:
         return run(rows, weights, experts).reshape(x.shape)
     split = [one.reshape(parts, -1, one.shape[1]) for one in (rows, weights, experts)]

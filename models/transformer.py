@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from sketchwalk_jax.models.config import ModelConfig
-from sketchwalk_jax.models.experts import mixture
+from sketchwalk_jax.models.experts import mixture, num_parts
 from sketchwalk_jax.models.params import EXPERTS, MLP
 from sketchwalk_jax.models.quantized import SwigluQuantize, multiply_gated, multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
@@ -141,12 +141,14 @@ class LayerWeights:
           is_token: Whether a row is a token, or `None` for all. Only tokens choose experts.
         """
         if (mix := self.mix) is not None:
-            if self.dense is None:
+
+            def run_experts(x: Array) -> Array:
                 return mix(self.norm(x, "mlp_norm"), is_token)
+
+            if self.dense is None:
+                return run_experts(x)
             dense, is_dense = self.dense
-            return jax.lax.cond(
-                is_dense, dense.mlp, lambda x: mix(self.norm(x, "mlp_norm"), is_token), x
-            )
+            return jax.lax.cond(is_dense, dense.mlp, run_experts, x)
         names = ("gate", "up", "down")
         stacks = [self.stacks[name] for name in names]
         is_float8 = all(
@@ -330,8 +332,7 @@ def first_columns(
     """
 
     def compute(number: int, *given: Any) -> tuple[Array, ...]:
-        # As few equal parts as `most` allows.
-        parts = next(n for n in range(-(-number // widths.most), number + 1) if number % n == 0)
+        parts = num_parts(number, widths.most)
         size = number // parts
 
         def one(index: Any, found: tuple[Array, ...]) -> tuple[Array, ...]:
