@@ -313,42 +313,40 @@ class Widths:
 
 def first_columns(
     function: Callable[..., tuple[Array, ...]],
-    updated: tuple[Float[Array, "B T ..."], ...],
-    written: tuple[Float[Array, "B T ..."], ...],
     *arrays: Shaped[Array, "B T ..."],
     widths: Widths,
 ) -> tuple[Float[Array, "B T ..."], ...]:
-    """Applies a function of each token to the first columns.
+    """Applies a function of each token to the first columns; later columns of its results are 0.
 
-    Args:
-      function: `(*updated, *arrays) -> (*updated, *written)`.
-      updated: Arrays that the function reads and replaces.
-      written: Arrays for the other results; their values do not matter.
-      *arrays: Arrays that the function only reads.
-      widths: The columns to compute.
-
-    Returns:
-      `(*updated, *written)`, unchanged in later columns.
+    Every branch makes new arrays. If it updated arrays that it is given instead, XLA would copy
+    them before each branch and after it.
     """
+    num_columns = arrays[0].shape[1]
 
-    def compute(number: int, *given: Any) -> tuple[Array, ...]:
+    def compute(number: int, *given: Array) -> tuple[Array, ...]:
         parts = num_parts(number, widths.most)
         size = number // parts
 
-        def one(index: Any, found: tuple[Array, ...]) -> tuple[Array, ...]:
-            start = index * size
-            read = (*found[: len(updated)], *given[len(found) :])
-            new = function(*(jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in read))
-            write = functools.partial(
-                jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1
-            )
-            return tuple(write(x, part) for x, part in zip(found, new, strict=True))
+        def one(start: Any) -> tuple[Array, ...]:
+            return function(*(jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in given))
 
-        found = given[: len(updated) + len(written)]
-        return one(0, found) if parts == 1 else jax.lax.fori_loop(0, parts, one, found)
+        if parts == 1:
+            ahead, after = (0, 0), (0, num_columns - number)
+            return tuple(jnp.pad(x, (ahead, after, *[ahead] * (x.ndim - 2))) for x in one(0))
+
+        def write(index: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+            start = index * size
+            return tuple(
+                jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
+                for x, part in zip(found, one(start), strict=True)
+            )
+
+        like = jax.eval_shape(one, jnp.int32(0))
+        empty = (jnp.zeros((x.shape[0], num_columns, *x.shape[2:]), x.dtype) for x in like)
+        return jax.lax.fori_loop(0, parts, write, tuple(empty))
 
     ways = [functools.partial(compute, number) for number in widths.columns]
-    return jax.lax.switch(widths.index, ways, *updated, *written, *arrays)
+    return jax.lax.switch(widths.index, ways, *arrays)
 
 
 def _split(
@@ -468,15 +466,13 @@ def run_layers(
             hidden = after(weights, hidden, out, *masks)
             return hidden, *before(following, hidden, cos, sin)
 
-        hidden, *qkv = first_columns(between, (hidden,), qkv, out, cos, sin, *masks, widths=widths)
+        hidden, *qkv = first_columns(between, hidden, out, cos, sin, *masks, widths=widths)
         return (hidden, state, count + 1, tuple(qkv)), aux
 
     qkv = None
     if widths is not None:
         begin = functools.partial(before, weights_of(jnp.zeros((), jnp.int32)))
-        like = jax.eval_shape(begin, hidden, cos, sin)
-        nothing = tuple(jnp.zeros(x.shape, x.dtype) for x in like)
-        qkv = first_columns(begin, (), nothing, hidden, cos, sin, widths=widths)
+        qkv = first_columns(begin, hidden, cos, sin, widths=widths)
     for part, attend in layers:
         step = functools.partial(layer_step, attend=attend)
         # Reading the layer index from an array costs a launch; a counter costs none. But if XLA can

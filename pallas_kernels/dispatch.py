@@ -39,7 +39,7 @@ KERNELS = {
     ),
     "ampere": ("prefill", "decode", "prompt selection", "token selection", "linear layers"),
 }
-GPU_GROUPS = ("GPUs from Ampere on", "GPUs before Ampere")
+GPU_GROUPS = ("Hopper GPUs", "GPUs from Ampere on", "GPUs before Ampere")
 """GPUs that run the same code: kernels, or only XLA."""
 _HOPPER, _AMPERE = "9.0 (H100, H200)", "8.0 or higher (A100, RTX 30, L4 and later)"
 
@@ -68,12 +68,14 @@ def group_of_gpus() -> str | None:
     """Returns the default device's group of GPUs, for which speeds are expected to be similar.
 
     Returns:
-      One of `GPU_GROUPS`; `None` on Hopper and without a GPU.
+      One of `GPU_GROUPS`; `None` without a GPU.
     """
-    if not is_gpu() or is_hopper():
+    if not is_gpu():
         return None
-    with_kernels, without = GPU_GROUPS
-    return with_kernels if _is_ampere_or_later() else without
+    hopper, others, without = GPU_GROUPS
+    if is_hopper():
+        return hopper
+    return others if _is_ampere_or_later() else without
 
 
 def why_not_device(what: str) -> str | None:

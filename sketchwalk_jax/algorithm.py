@@ -47,7 +47,7 @@ def recommended_layer(
     decay: float = 0.4,
     sink_tokens: int = 16,  # first keys, which every row keeps
     local_tokens: int = 32,  # keys before its own block, which every row keeps
-    min_tokens: int = 256,  # minimum number of keys of a row
+    min_tokens: tuple[int, int] = (1280, 2048),  # of a prompt's row, and of a token, at least
 ) -> tuple[Float[Array, "Q N H"], Float[Array, "I P"], Bool[Array, "I P"]]:
     """Attends to the pages with the best scores, which the walk carries from layer to layer.
 
@@ -74,7 +74,7 @@ def recommended_layer(
     logits = page_logits(reps, zero_point, offsets, num_tokens, page_size) / math.sqrt(head_dim)
     scores = page_scores(logits, last, number, exponent)
     walk = scores if walk is None else jnp.maximum(scores, decay * walk)
-    least = max(-(-min_tokens // page_size), sink + local)
+    least = max(-(-min_tokens[is_token] // page_size), sink + local)
     budget = page_budget(row, width, density, least)
     kept = select_pages(walk, last, budget, sink, local)
     query = query[-1:] if is_token else query

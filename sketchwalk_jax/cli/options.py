@@ -219,7 +219,7 @@ class PolicyCommand(Command):
         f"Which keys a query attends to: {', '.join(POLICIES)}; or {AUTO}: sketchwalk where that "
         "was measured to pay on this device, by the length, and dense elsewhere.",
         METHOD,
-        value="sketchwalk",
+        value=AUTO,
     )
     preset: str | None = field(
         "--preset NAME",

@@ -97,10 +97,9 @@ class Choice:
 class Auto:
     """Chooses for each phase: sparse if that was measured to be no slower, dense otherwise.
 
-    On NVIDIA GPUs without measurements, the choice follows measurements of the same code on an
-    H200. There, `generate`, `make_generate`, `stream` and `LanguageModel` use an `Auto` by default.
-
-    These functions accept an `Auto` in place of a policy. Their results say what was chosen
+    `generate`, `make_generate`, `stream` and `LanguageModel` use an `Auto` by default, and accept
+    one in place of a policy. On NVIDIA GPUs without measurements, the choice follows measurements
+    of the same code on an H200. The results of these functions say what was chosen
     (`Generation.choice`). `Auto` changes results: below the break-even, attention is dense. A call
     with a cache continues with the policy that the cache was made for.
 
@@ -204,7 +203,8 @@ class Auto:
           model_config: Configuration of the model.
           batch: Number of sequences.
           tokens: Number of tokens of each sequence before decoding, including padding: the prompt's
-            tokens and the tokens in the cache.
+            tokens and the tokens in the cache. With `max_tokens`, `generate` counts the room for
+            later prompts too, as they continue with the policy of the first.
           max_new_tokens: Maximum number of tokens to generate. The choice for decode adds half of
             it to `tokens`, because that is the average number of new tokens before a decode step.
           phase: Phase in which the policy may be sparse: `"both"`, `"prefill"` or `"decode"`.
@@ -273,15 +273,9 @@ def recommended_policy(model_config: ModelConfig) -> Policy:
     return RecommendedConfig(plan=model_config.plan)
 
 
-def default_policy(model_config: ModelConfig) -> "Policy | Auto":
-    """Returns the policy of a call without one: the recommended policy, or an `Auto` of it.
-
-    The `Auto` is for NVIDIA GPUs without measurements in the package, so that attention is sparse
-    only where it is expected to be faster.
-    """
-    policy = recommended_policy(model_config)
-    is_measured = any(one.device == device_kind() for one in read_break_evens())
-    return policy if is_measured or group_of_gpus() is None else Auto(policy)
+def default_policy(model_config: ModelConfig) -> Auto:
+    """Returns the policy of a call without one: an `Auto` of the recommended policy."""
+    return Auto(recommended_policy(model_config))
 
 
 def check_policy_or_auto(policy: Any) -> None:

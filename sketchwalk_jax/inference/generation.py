@@ -421,7 +421,7 @@ class Options:
             choice = self.policy.choose(
                 model_config,
                 batch=tokens.shape[0],
-                tokens=tokens_used(cache) + tokens.shape[1],
+                tokens=max(tokens_used(cache) + tokens.shape[1], self._room_for_turns),
                 max_new_tokens=self.max_new_tokens,
                 phase=self.phase,
                 is_spread=placement is not None,
@@ -452,6 +452,11 @@ class Options:
             choice=choice,
         )
         return dataclasses.replace(call, shared=self._share(call, params)) if is_loaded else call
+
+    @property
+    def _room_for_turns(self) -> int:
+        """Room of the cache for this and later prompts, or 0 if later turns get no room."""
+        return 0 if self.max_tokens is None else self.max_tokens - self.max_new_tokens
 
     def _share(self, call: "Call", params: PyTree) -> "Call | None":
         """Returns the call for programs that do not know the prompts' lengths and the budgets.
@@ -723,11 +728,10 @@ def generate(
       tokens: Prompts, right-padded.
       model_config: Configuration of the model, from `load`.
       policy: The policy that chooses the key blocks of each query, such as
-        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. Default:
-        `SketchWalkConfig.recommended(plan=model_config.plan)`, or an `Auto` of it on GPUs without
-        measurements in the package, other than Hopper. An `Auto` chooses between a sparse policy
-        and dense attention, by the padded length of the prompts, the number of sequences and the
-        contents of the cache.
+        `SketchWalkConfig.recommended(density=0.2)` or `Dense()`. Default: an `Auto` of
+        `SketchWalkConfig.recommended(plan=model_config.plan)`. An `Auto` chooses between a sparse
+        policy and dense attention, by the padded length of the prompts, `max_tokens`, the number of
+        sequences and the contents of the cache.
       max_new_tokens: Maximum number of tokens to generate for a sequence.
       lengths: Number of prompt tokens of each sequence. Default: all `T`.
       sampling: Sampling settings. Default: greedy. New values do not recompile, except that on GPUs

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int, Integer
 
 from sketchwalk_jax.validation import check_integers, describe
 
+_LONG = 2**16  # the class from which classes double
 
 def new_token_room(max_new_tokens: int) -> int:
     """Returns the room for new tokens: `max_new_tokens` rounded up to 256, 512, 1024, and so on.
@@ -150,17 +151,18 @@ def bucket_length(num_tokens: int, *, multiple: int = 64) -> int:
 def length_class(num_tokens: int, *, growth: int) -> int:
     """Returns the longest prompt of the program that reads a prompt of `num_tokens` tokens.
 
-    Classes are `256 · growth^k` with `growth` 2, or `4096 · growth^k` with a larger one.
+    Classes are `256 · growth^k` with `growth` 2, or `4096 · growth^k` with a larger one, and twice
+    the last class from 65,536 tokens on, where a larger cache would take gigabytes.
 
     Example:
       >>> [length_class(n, growth=2) for n in (1, 257, 1000)]
       [256, 512, 1024]
-      >>> [length_class(n, growth=4) for n in (1, 2049, 100_000)]
-      [4096, 4096, 262144]
+      >>> [length_class(n, growth=4) for n in (1, 2049, 30_000, 100_000)]
+      [4096, 4096, 65536, 131072]
     """
     found = 256 if growth == 2 else 4096
     while found < num_tokens:
-        found *= growth
+        found *= growth if found < _LONG else 2
     return found
 
 
@@ -175,7 +177,7 @@ def class_sixteenths(width: int, *, growth: int) -> tuple[int, ...]:
       ((10, 12, 14, 16), (6, 8, 10, 12, 16))
     """
     is_first = width <= length_class(1, growth=growth)
-    if growth == 2:
+    if growth == 2 or width > _LONG:
         return (*((4, 8) if is_first else ()), 10, 12, 14, 16)
     return (*((1, 2, 4) if is_first else ()), 6, 8, 10, 12, 16)
 

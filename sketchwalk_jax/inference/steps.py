@@ -54,9 +54,9 @@ from sketchwalk_jax.sharding import (
 
 PyTree = Any
 
-# Most columns of prompts in which a shared program computes linear layers at a time, over all
-# sequences: they keep a GPU busy, and their activations take little memory.
-_MOST_COLUMNS = 8192
+# Most columns of prompts, over all sequences, in which a shared program computes linear layers at
+# once. Beyond it, activations would take tens of gigabytes, and computing in parts costs 2 %.
+_MOST_COLUMNS = 2**17
 
 
 # Steps of `prefill`, `generate` and `stream`, inside `jit`.

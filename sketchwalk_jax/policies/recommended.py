@@ -70,9 +70,10 @@ class RecommendedConfig(ScorePolicy):
 
     The products use only `slow_channels`, and the keys as `QuantizedKeys` quantizes them. Row `i`
     (a query block) keeps the best pages of `R_k[i]`, including the pages that every row keeps.
-    `budget` gives their number: `density` of the keys before the row, and at least `min_tokens`. So
-    short prompts measure more than `density`: for 0.1, it is 0.13 with 4,096 tokens, 0.107 with
-    8,192, 0.102 with 16,384.
+    `budgets` gives their number: `density` of the keys before the row, and at least `min_tokens`.
+    So short prompts measure more than `density`: for 0.1, it is 0.43 with 4,096 tokens, 0.23 with
+    8,192, 0.13 with 16,384. Up to `min_tokens`, attention is dense. A decoded token keeps more than
+    a prompt's row, since the weights, not the keys, take its time in a short cache.
 
     Attributes:
       block_size: Queries of a row, and keys of a block that share zero points (a power of two,
@@ -85,7 +86,8 @@ class RecommendedConfig(ScorePolicy):
       local_tokens: Keys before its own block that every row of a prompt keeps in addition to that
         block, in whole pages. They count towards its budget. A decoded token keeps the last
         `block_size` keys, in whole pages.
-      min_tokens: Minimum number of keys that a row keeps, if there are as many.
+      min_tokens: Minimum number of keys that a row keeps, if there are as many: for rows of a
+        prompt and for decoded tokens. One number stands for both.
       representatives: Number of queries that represent a row, including its mean. If a plan gives
         some layers more and others fewer, this is the mean over the layers.
       early_representatives: Pairs `(tokens, count)`: rows that begin before token `tokens` have at
@@ -108,7 +110,7 @@ class RecommendedConfig(ScorePolicy):
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
-      array([  4,  16,  27, 104], dtype=int32)
+      array([  4,  16,  64, 104], dtype=int32)
     """
 
     counts_dense_layers: ClassVar[bool] = True
@@ -120,7 +122,7 @@ class RecommendedConfig(ScorePolicy):
     page_size: int = 16
     sink_tokens: int = 16
     local_tokens: int = 32
-    min_tokens: int = 256
+    min_tokens: int | tuple[int, int] = (1280, 2048)
     representatives: int = 8
     early_representatives: tuple[tuple[int, int], ...] = ((8192, 32),)
     exponent: int = 8
@@ -137,9 +139,14 @@ class RecommendedConfig(ScorePolicy):
             ("page_size", 16),
             ("sink_tokens", 0),
             ("local_tokens", 0),
-            ("min_tokens", 1),
         ):
             check_integer(name, getattr(self, name), least=least)
+        if not isinstance(self.min_tokens, tuple):
+            object.__setattr__(self, "min_tokens", (self.min_tokens,) * 2)
+        if len(self.least_tokens) != 2:
+            raise ValueError(f"min_tokens must have 2 numbers, got {self.min_tokens!r}")
+        for count in self.least_tokens:
+            check_integer("min_tokens", count)
         check_integer("representatives", self.representatives)
         check_integer("exponent", self.exponent)
         if self.page_size & (self.page_size - 1):
@@ -201,6 +208,12 @@ class RecommendedConfig(ScorePolicy):
     def forced(self) -> tuple[int, int]:
         """Number of first pages, and of last pages of a prompt's row, that are always kept."""
         return self._in_pages(self.sink_tokens), self.pages + self._in_pages(self.local_tokens)
+
+    @property
+    def least_tokens(self) -> tuple[int, int]:
+        """The two numbers of `min_tokens`."""
+        found = self.min_tokens
+        return found if isinstance(found, tuple) else (found, found)
 
     def _in_pages(self, tokens: int) -> int:
         """Number of whole pages for a number of tokens."""
@@ -292,7 +305,7 @@ class RecommendedConfig(ScorePolicy):
         """
         sink, local = self.forced
         own = self.pages if is_token else local
-        least = max(self._in_pages(self.min_tokens), sink + own)
+        least = max(self._in_pages(self.least_tokens[is_token]), sink + own)
         densities = self.layer_densities
         if self.num_layers is not None:
             densities = tuple(d for i, d in enumerate(densities) if not self.is_dense(i)) or (1.0,)
