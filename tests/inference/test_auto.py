@@ -141,7 +141,7 @@ def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypat
     for capability, expected in (
         ("8.6", [("dense", "both"), ("sparse", "decode"), ("sparse", "decode")]),
         ("7.5", [("sparse", "both")] * 3),  # no measurement of decode
-        ("9.0", [("sparse", "both")] * 3),
+        ("9.0", [("sparse", "both")] * 3),  # no measurement
         ("", [("sparse", "both")] * 3),
     ):
         monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)  # noqa: B023
@@ -154,21 +154,24 @@ def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypat
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("capability", "expected"), [("8.0", Auto), ("7.5", Auto), ("9.0", None), ("", None)]
-)
-def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, expected, monkeypatch):
+@pytest.mark.parametrize("capability", ["8.0", "7.5", "9.0"])
+def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, monkeypatch):
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
-    assert default_policy(MODEL) == sw.SketchWalkConfig.recommended()  # measured on a CPU
     monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
-    policy = sw.SketchWalkConfig.recommended()
-    assert default_policy(MODEL) == (policy if expected is None else Auto(policy))
+    assert default_policy(MODEL) == Auto(sw.SketchWalkConfig.recommended())
     prompt, _ = prompts(20)
     call = functools.partial(sw.generate, model_config=MODEL, max_new_tokens=1)
     choice = jax.eval_shape(lambda x: call(params(), x), jnp.asarray(prompt)).choice
-    assert (choice is None) == (expected is None)
-    if choice is not None:
-        assert choice.phase != "prefill" and "prefill dense: 20 tokens" in choice.reasons[0]
+    assert choice.phase != "prefill" and "prefill dense: 20 tokens" in choice.reasons[0]
+
+
+def test_room_for_later_turns_counts_like_tokens():
+    """Later turns continue with the policy of the first one."""
+    weights, (prompt, _) = params(), prompts(40)
+    call = {"model_config": MODEL, "policy": Auto(PAPER, TABLE), "max_new_tokens": 3}
+    for room, policy in ((None, Dense), (60, Dense), (500, type(PAPER))):
+        found = generation.generate(weights, prompt, **call, max_tokens=room)
+        assert isinstance(found.choice.policy, policy)
 
 
 @pytest.mark.unchecked

@@ -33,7 +33,9 @@ NUM_LAYERS, PARTS = 3, ("queries", "keys", "values")
 SMALL = {"block_size": 32, "min_tokens": 64, "early_representatives": ((96, 12),)}
 # Policy; heads, head_dim and type; tokens of each sequence.
 PROMPTS = {
-    "recommended": (SketchWalkConfig.recommended(), (4, 2), 64, "float32", (577,)),
+    "recommended": (
+        SketchWalkConfig.recommended(min_tokens=256), (4, 2), 64, "float32", (577,),
+    ),
     "recommended, small blocks": (
         SketchWalkConfig.recommended(density=0.4, **SMALL), (6, 2), 32, "bfloat16", (250, 1),
     ),

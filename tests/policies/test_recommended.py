@@ -228,3 +228,17 @@ def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
             assert abs(by_layer.mean() - density) < slack
     if phase == "both":
         assert abs(float(measured.overall) - density) < 0.01
+
+
+@pytest.mark.unchecked
+def test_rows_and_tokens_keep_a_minimum_of_their_own():
+    policy = SketchWalkConfig.recommended(density=0.1, min_tokens=(512, 1024))
+    rows, tokens = policy.budgets(64)[0], policy.budgets(256, is_token=True)[0]
+    assert rows[[0, 7, 8, 31]].tolist() == [4, 32, 32, 32] and rows[63] == 32
+    assert tokens[[0, 63, 64, 255]].tolist() == [1, 64, 64, 64]
+    assert SketchWalkConfig.recommended(min_tokens=64) == SketchWalkConfig.recommended(
+        min_tokens=(64, 64)
+    )
+    for wrong in (0, (64,), (64, 0), (64, 64, 64), [64, 64], None, 1.5):
+        with pytest.raises(ValueError, match="min_tokens must"):
+            SketchWalkConfig.recommended(min_tokens=wrong)
