@@ -74,7 +74,8 @@ def text_of(tokens: np.ndarray) -> str:
 
 def test_text_is_that_of_the_library(sketchwalk, model: Path, prompt_file: Path):
     out, err = sketchwalk(
-        "generate", "--model", model, "--prompt-file", prompt_file, "--max-new-tokens", 16
+        *("generate", "--model", model, "--prompt-file", prompt_file, "--max-new-tokens", 16),
+        *("--policy", "sketchwalk"),
     )
     assert out == text_of(expected_tokens(model, 16)) + "\n"
     assert f"{NUM_BYTES} prompt tokens, 16 new" in err
@@ -88,6 +89,7 @@ def test_every_source_gives_the_prompt_byte_for_byte_and_json_the_measurements(
     given = {"--prompt": ["--prompt", PROMPT], "--prompt-file": ["--prompt-file", prompt_file]}
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     command = ["generate", "--model", model, "--max-new-tokens", 16, "--json"]
+    command += ["--policy", "sketchwalk"]
     result = json.loads(sketchwalk(*command, *given.get(source, []))[0])
     assert result["text"] == text_of(expected_tokens(model, 16))
     assert (result["prompt_tokens"], result["new_tokens"]) == (NUM_BYTES, 16)

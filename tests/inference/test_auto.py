@@ -213,9 +213,9 @@ def run(config, *, tokens=40, **options):
 )
 def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase):
     auto = Auto(PAPER, table_of(breaks))
-    expected = run(given, phase=phase)
+    expected = run(given, phase=phase, max_tokens=None)
     programs = generation._start._cache_size(), generation._continue._cache_size()
-    found = run(auto)
+    found = run(auto, max_tokens=None)
     assert (generation._start._cache_size(), generation._continue._cache_size()) == programs
     assert (found.choice.policy, found.choice.phase) == (given, phase)
     assert expected.choice is None
@@ -326,10 +326,11 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
     long = [*dense, row(2**17, "sketchwalk", 5.0)]
     assert found(long) == []
     short = [row(2**14, "dense", 11.0), row(2**14, "sketchwalk", 12.0)]
-    assert [(one.tokens, one.longest) for one in found([*long, *short])] == [(2**17, 2**17)]
+    at_once = found([*long, *short])  # on the measured device, and on others that run the same code
+    assert [(one.tokens, one.longest) for one in at_once] == [(2**17, 2**17)] * 2
     # A policy must beat dense attention in chunks.
     slower = [*dense, row(2**17, "sketchwalk", 10.5)]
-    assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)]
+    assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)] * 2
 
 
 def test_what_is_kept_stands_beside_what_was_measured(found):
@@ -346,7 +347,8 @@ def test_rows_of_whole_models_are_break_evens_of_their_device(found):
     rows += [row(32768, "dense", 2.0), row(32768, "sketchwalk", 1.5)]
     rows += [row(65536, "dense", 1.0), row(65536, "sketchwalk", 9.0, error="does not fit")]
     rows += [row(65536, "dense", 1.0, implementation="transformers")]
-    (one,) = found(rows)
+    one, other = found(rows)
+    assert other == dataclasses.replace(one, device=dispatch.GPU_GROUPS[0]) and other.is_expected
     expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
     expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
     assert dataclasses.asdict(one) == expected | {"tokens": 32768, "longest": 32768}

@@ -14,7 +14,7 @@ import tiny
 from gguf_checkpoints import write_gguf
 from hypothesis import given
 
-from sketchwalk_jax import SketchWalkConfig, generate, make_generate, stream
+from sketchwalk_jax import Auto, SketchWalkConfig, generate, make_generate, stream
 from sketchwalk_jax.models import ModelConfig, load, save
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import fingerprint
@@ -305,14 +305,16 @@ def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():
     plan = tiny.plan((0.1, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
     model = dataclasses.replace(tiny.MODEL, plan=plan)
     recommended = SketchWalkConfig.recommended(plan=plan)
-    assert make_generate(tiny.MODEL, max_new_tokens=3).policy == SketchWalkConfig.recommended()
-    assert make_generate(model, max_new_tokens=3).policy == recommended
+    made = make_generate(tiny.MODEL, max_new_tokens=3)
+    assert made.policy == Auto(SketchWalkConfig.recommended())
+    assert make_generate(model, max_new_tokens=3).policy == Auto(recommended)
     paper = tiny.POLICIES["paper"]
     assert make_generate(model, paper, max_new_tokens=3).policy == paper
-    call = {"model_config": model, "max_new_tokens": 3}
+    call = {"model_config": model, "max_new_tokens": 3, "max_tokens": 4096}  # long enough to pay
     params, tokens = tiny.params(), tiny.prompts(300)[0]
     found = generate(params, tokens, **call)
-    chex.assert_trees_all_equal(found, generate(params, tokens, policy=recommended, **call))
+    wanted = generate(params, tokens, policy=recommended, **call)
+    chex.assert_trees_all_equal(dataclasses.replace(found, choice=None), wanted)
     *_, last = stream(params, tokens, **call)
     chex.assert_trees_all_equal(last.measured_density, jax.device_get(found.measured_density))
 
