@@ -303,7 +303,7 @@ def test_a_plan_of_other_layers_or_no_plan_is_refused_in_a_configuration(tmp_pat
 
 def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():
     plan = tiny.plan((0.1, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
-    model = dataclasses.replace(tiny.MODEL, plan=plan)
+    model = dataclasses.replace(tiny.MODEL, plan=plan, max_position_embeddings=4096)
     recommended = SketchWalkConfig.recommended(plan=plan)
     made = make_generate(tiny.MODEL, max_new_tokens=3)
     assert made.policy == Auto(SketchWalkConfig.recommended())
