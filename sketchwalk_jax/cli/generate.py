@@ -5,7 +5,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Generate(options.GenerationCommand):
         if self.policy in ("sketchwalk", options.AUTO):
             about["preset"] = self.preset or PRESETS[0]
         more: dict[str, Any] = {}
+        reasons: tuple[str, ...] = ()
         if self.policy == options.AUTO:
             padded = pad_to_bucket(
                 tokens[None], multiple=config.block_size, context_length=model_config.context_length
@@ -106,9 +107,8 @@ class Generate(options.GenerationCommand):
                 phase=phase,
                 is_spread=placement is not None,
             )
-            config, phase = choice.policy, choice.phase
+            config, phase, reasons = choice.policy, choice.phase, choice.reasons
             more = {"chosen": type(config).__name__}
-            print("\n".join(f"auto: {one}" for one in choice.reasons), file=sys.stderr)
         about |= {"phase": phase, "dtype": dtype, **more}
         running: dict[str, Any] = {
             "phase": phase,
@@ -140,17 +140,19 @@ class Generate(options.GenerationCommand):
         lm = options.set_density(lm, self.density, num_tokens=len(tokens))
         if texts is not None:
             complete_all(lm, texts, batch_size=self.batch, **call)
+            _tell(reasons)
             return
         pieces = lm.stream(tokens, every=self.stream_every, is_answer=self.chat, **call)
         shown = _follow(pieces, len(tokens), max_new_tokens=room, shows_text=not self.as_json)
         if not shown["is_finite"]:
             warnings.warn(NOT_FINITE, stacklevel=1)
+        _tell(reasons)
         if not self.as_json:
             print(_to_line(shown), file=sys.stderr)
             return
         assert isinstance(lm.policy, Policy)
         shown |= {"load_s": round(load_s, 4), **about, "settings": changed_fields(lm.policy)}
-        shown |= {"reasons": choice.reasons} if more else {}
+        shown |= {"reasons": reasons} if more else {}
         print(json.dumps(shown, allow_nan=False), flush=True)
 
     def _read(self, tokenizer: Any, model_config: ModelConfig) -> list[Entry]:
@@ -212,6 +214,12 @@ def _follow(
         print(flush=True)
     found = dataclasses.asdict(pieces.completion)
     return rounded(found | {"ttft_s": pieces.ttft_s, "tokens_per_s": pieces.tokens_per_s})
+
+
+def _tell(reasons: Sequence[str]) -> None:
+    """Says on standard error why each phase was sparse or dense."""
+    for one in reasons:
+        print(f"auto: {one}", file=sys.stderr)
 
 
 def _to_line(shown: Mapping[str, Any]) -> str:

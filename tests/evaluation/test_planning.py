@@ -67,7 +67,7 @@ def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, den
 
 def test_a_density_is_fitted_with_the_plan():
     uneven = tiny.plan((0.05, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
-    policy = SketchWalkConfig.recommended(plan=uneven)
+    policy = SketchWalkConfig.recommended(plan=uneven, min_tokens=256)
     call = {"density": 0.15, "num_tokens": 4096, "phase": "prefill"}
     found = fit_density(policy, MODEL, **call)
     assert found.density == pytest.approx(0.15, abs=5e-3)
