@@ -71,8 +71,8 @@ class RecommendedConfig(ScorePolicy):
     The products use only `slow_channels`, and the keys as `QuantizedKeys` quantizes them. Row `i`
     (a query block) keeps the best pages of `R_k[i]`, including the pages that every row keeps.
     `budgets` gives their number: `density` of the keys before the row, and at least `min_tokens`.
-    So short prompts measure more than `density`: for 0.1, it is 0.43 with 4,096 tokens, 0.23 with
-    8,192, 0.13 with 16,384. Up to `min_tokens`, attention is dense. A decoded token keeps more than
+    So short prompts measure more than `density`: for 0.1, it is 0.52 with 4,096 tokens, 0.28 with
+    8,192, 0.15 with 16,384. Up to `min_tokens`, attention is dense. A decoded token keeps more than
     a prompt's row, since the weights, not the keys, take its time in a short cache.
 
     Attributes:
@@ -110,7 +110,7 @@ class RecommendedConfig(ScorePolicy):
 
     Example:
       >>> RecommendedConfig(density=0.1).budget(256)[[0, 3, 63, 255]]
-      array([  4,  16,  64, 104], dtype=int32)
+      array([  4,  16,  80, 104], dtype=int32)
     """
 
     counts_dense_layers: ClassVar[bool] = True

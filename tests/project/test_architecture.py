@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from sketchwalk_jax import KernelConfig, generate
+from sketchwalk_jax import KernelConfig, SketchWalkConfig, generate
 from sketchwalk_jax.pallas_kernels.attention import hopper as attention
 from sketchwalk_jax.pallas_kernels.decode_attention import decode_attention
 from sketchwalk_jax.policies import recommended
@@ -73,6 +73,7 @@ def test_a_token_goes_the_way_that_the_page_says(way, page, repository, monkeypa
             tiny.params(jnp.bfloat16, model),
             tiny.prompts(200)[0],
             model_config=model,
+            policy=SketchWalkConfig.recommended(),
             max_new_tokens=2,
             phase=phase,
             implementation="mosaic_gpu",
