@@ -1,10 +1,11 @@
 """Top-k and compaction in one kernel: from scores to block indices (Algorithm 1 step 7).
 
-A thread block has one row of scores, which it reads once (4 bytes per block) and keeps in registers. Scores become 32-bit integers of the same order, the keys. A histogram in shared
-memory tells which bin has the least key to keep, and how many keys are in higher bins. If the bin
-has many keys, a histogram of narrower bins follows. The few keys of the last bin are compared with
-each other. Ties go to the lower index. Every warp has a stretch of consecutive columns, so that
-sums over its lanes give each kept column its place in the ascending list.
+A thread block has one row of scores, which it reads once (4 bytes per block) and keeps in
+registers. Scores become 32-bit integers of the same order, the keys. A histogram in shared memory
+tells which bin has the least key to keep, and how many keys are in higher bins. If the bin has many
+keys, a histogram of narrower bins follows. The few keys of the last bin are compared with each
+other. Ties go to the lower index. Every warp has a stretch of consecutive columns, so that sums
+over its lanes give each kept column its place in the ascending list.
 
 `select_row` does this in registers; the decoding kernels end with it too.
 """

@@ -6,15 +6,16 @@ It is the last selection kernel of the recommended policy's decoding step. It we
     share[n, p] ^ e = powers[n, p] · (exp(top[n, part of p] - max top[n]) / Σ ...) ^ e
     S[p] = ( Σ_n share[n, p] ^ e ) ^ (1 / e),    R[p] = max(S[p], decay · R[p] of the layer before)
 
-A thread block has one sequence, whose row is in the registers of up to four warpgroups, as in
-`select_decode`. Each warpgroup computes the factors of some heads, one per head and part, and
-shares them through shared memory. Reading the powers takes most of the time: 2 bytes per head and
-page, from the GPU's cache. So reads of the first heads' powers start before the factors are
-computed. Sums are float32.
+A thread block has one sequence, whose row is in the registers of up to four warpgroups. Each
+warpgroup computes the factors of some heads, one per head and part, and shares them through shared
+memory. Reading the powers takes most of the time: 2 bytes per head and page, from the GPU's cache.
+So reads of the first heads' powers start before the factors are computed. Sums are float32.
 
 A single thread block took 16 µs at 128K tokens on an H200, and 5 µs at 16K, since it read all
 powers. In long caches many thread blocks compute the page scores first (`long_token_scores`), and
-this kernel reads these, 4 bytes per column.
+this kernel reads them as ordered integers, 4 bytes per column.
+
+Each kernel of a token starts as the one before it ends. So on Hopper it launches early and waits.
 """
 
 import dataclasses

@@ -89,7 +89,7 @@ CASES = [(kind, columns) for columns in (600, 1, 512, 513, 1536, 4097) for kind 
 @pytest.mark.parametrize("case", slow_unless(CASES[0].__eq__, CASES), ids=str)
 @pytest.mark.parametrize("window", [-31, None])
 def test_the_best_columns_are_listed_in_order(case, window):
-    """Of one column, a tenth, all but one, and all."""
+    """Lists one column, a tenth, all but one, and all."""
     kind, columns = case
     rng = np.random.default_rng(columns)
     counts = np.array([1, -(-columns // 10), max(columns - 1, 1), columns], np.int32)
