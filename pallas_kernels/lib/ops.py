@@ -75,6 +75,16 @@ def compiler_params(**changes: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **changes)
 
 
+def await_previous_kernels() -> None:
+    """Waits for the kernels launched before, and lets the next one launch early; Hopper only.
+
+    A kernel that calls this launches early itself if the kernel before it does. Nothing that others
+    write may be read before, and nothing that they may read may be written before.
+    """
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+
+
 def share_registers(loading: int, computing: int, *, num_computing: int, is_loader: bool) -> None:
     """Moves registers from the loading warpgroup to the computing ones.
 

@@ -5,13 +5,15 @@ emit per-thread code in MLIR: the 32 lanes of a warp reduce and vote in one inst
 exchange results through a few words of shared memory, and each step costs one barrier.
 
 Layouts and shared memory come first, then operations from the smallest to the largest: a barrier,
-maxima, counts, writing a row, writing the kept columns of a row, adding up the parts of a row.
+maxima, finding the least key to keep, writing a row, writing the kept columns of a row, adding up
+the parts of a row.
 """
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
@@ -23,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
-from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math, scf
+from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, llvm, math, scf
 from sketchwalk_jax.scaled import NO_EXPONENT, power_of_two, replace
 
 WARPS, LANES = 4, mlir.LANES  # warps of a warpgroup, threads of a warp
@@ -34,18 +36,17 @@ _HEADS_AT_ONCE = 16  # heads read before they are added up
 ADJACENT = 4  # adjacent columns of a tile per thread, 16 bytes
 PAIR = 2  # adjacent channels of a key per thread
 _PACKED = 2  # bfloat16 numbers per word
-_COUNTS_PER_WARP = 5  # two turns of two numbers, and one more
+BIN_BITS = 11
+"""Logarithm of the number of bins of a histogram."""
+LAST_BIN = (1 << BIN_BITS) - 1
+"""Its highest bin."""
+_BINS = 1 << BIN_BITS
+_BELOW = 1 << 30  # number in the lowest bin, so that it always has the key to find
+_CANDIDATES = 8  # keys per warp that are compared with each other
+_NUMBERS = 4  # three results, and the number of candidates so far
+_PER_WARP = 2 + _CANDIDATES  # words
 _BYTE, _WORD_BYTES = 8, 4  # bits, and bytes of a word
 _LEAST_INTEGER = -(1 << 31)
-
-
-def row_layout(width: int) -> Any:
-    """Returns a vector's layout: a quarter per warp, 32 adjacent entries per register of a warp."""
-    if width == THREADS:
-        tiles: tuple[tuple[int, ...], ...] = ((width,), (LANES,), (1,))
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-3,), (-2,), -1)
-    tiles = ((width,), (width // WARPS,), (LANES,), (1,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), -1)
 
 
 def tiles_layout(height: int, columns: int, adjacent: int = ADJACENT) -> Any:
@@ -66,12 +67,18 @@ def key_layout(channels: int) -> Any:
     return tiles_layout(64, channels, PAIR)
 
 
-def scratch_of_counts(warpgroups: int = 1) -> Any:
-    """Returns the shared memory of `maxima`, `count_kept` and `write_kept`.
+def scratch_of_row(warpgroups: int = 1) -> Any:
+    """Returns the shared memory of `maxima`, and of the operations from `clear_bins` on.
 
     These reduce over all warpgroups of a thread block, each of which holds a stretch of the row.
+    The memory has a histogram, some numbers, two words per warp, and candidates.
     """
-    return plgpu.SMEM((_COUNTS_PER_WARP * WARPS * warpgroups,), jnp.int32)
+    return plgpu.SMEM((_BINS + _NUMBERS + _PER_WARP * WARPS * warpgroups,), jnp.int32)
+
+
+def most_candidates(scratch: Any) -> int:
+    """Returns how many keys of a bin `find_key` can compare, with this `scratch_of_row()`."""
+    return int(_CANDIDATES * ((scratch.shape[0] - _BINS - _NUMBERS) // _PER_WARP))
 
 
 def scratch_of_maximum(warpgroups: int) -> Any:
@@ -187,7 +194,7 @@ def maxima(
 
     Args:
       arrays: Two arrays in registers.
-      scratch: `scratch_of_counts()` in shared memory, not used before.
+      scratch: `scratch_of_row()` in shared memory, of which two words per warp are not in use.
       layout: Layout of both arrays.
     """
     if ops.is_interpreted():
@@ -197,12 +204,13 @@ def maxima(
 
     @mlir.emit(*own, scratch, result=[mlir.integer_type()] * 2)
     def largest(first: Any, second: Any, scratch: Any) -> Any:
-        found = []
-        for x in (first, second):
+        kind = nvvm.ReductionKind.MAX
+        for turn, x in enumerate((first, second)):
             own = functools.reduce(arith.maxsi, mlir.scalars(x))
-            found.append(mlir.over_lanes(own, nvvm.ReductionKind.MAX))
-        turn = mlir.constant(1)  # the first counts, which may come next, use turn 0
-        found = _exchange(found, scratch, turn, nvvm.ReductionKind.MAX, _LEAST_INTEGER)
+            memref.store(mlir.over_lanes(own, kind), scratch, [_place_of_warp(scratch, turn)])
+        _wait(scratch)
+        warps = mlir.constant(_warps(scratch))
+        found = [_over_warps(scratch, turn, warps, kind, _LEAST_INTEGER) for turn in range(2)]
         return [mlir.as_array(x) for x in found]
 
     return largest
@@ -396,48 +404,304 @@ def any_of_key(flags: Bool[Array, "64 channels"]) -> Bool[Array, "64 channels"]:
     return spread
 
 
-def count_kept(
+# Finding the least key to keep
+
+
+def clear_bins(scratch: Any) -> None:
+    """Clears the histogram of `find_bin`, which waits for it, and the number of candidates.
+
+    Args:
+      scratch: `scratch_of_row()` in shared memory.
+    """
+    if ops.is_interpreted():
+        return
+
+    @mlir.emit(scratch)
+    def clear(scratch: Any) -> None:
+        _emit_clear_bins(scratch)
+        with mgpu.when(mlir.compare("eq", mlir.thread(), 0)):
+            place = mlir.constant(_BINS + _NUMBERS - 1)
+            memref.store(mlir.constant(0), scratch, [mlir.index(place)])
+
+
+def _emit_clear_bins(scratch: ir.Value) -> None:
+    """Sets all bins to 0, but the lowest to a number that exceeds all counts."""
+    zero = mlir.constant(0)
+    start, is_own, share = _own_bins(scratch)
+    is_first = mlir.compare("eq", mlir.thread(), 0)
+    lowest = arith.select(is_first, mlir.constant(_BELOW), zero)
+    for index in range(0, share, ADJACENT):
+        values = [zero if index else lowest, *[zero] * (ADJACENT - 1)]
+        code = f"st.shared.v4.b32 [$0 + {4 * index}], {{$1, $2, $3, $4}};"
+        mlir.effect(code, start, *values, predicate=is_own)
+
+
+def _own_bins(scratch: ir.Value) -> tuple[ir.Value, ir.Value, int]:
+    """Returns the address of a thread's adjacent bins, whether it has any, and their number."""
+    threads = LANES * _warps(scratch)
+    share = -(-_BINS // (threads * ADJACENT)) * ADJACENT
+    place = arith.muli(mlir.thread(), mlir.constant(share))
+    start = arith.addi(mlir.shared_pointer(scratch), arith.muli(place, mlir.constant(_WORD_BYTES)))
+    return start, mlir.compare("slt", place, _BINS), share
+
+
+def _bins(keys: Array, low: Array, shift: Array) -> Array:
+    """Returns each key's bin: `2^shift` keys from `low` on; the first and last have all others."""
+    place = jax.lax.shift_right_logical(
+        jnp.maximum(keys, low) - low, jnp.broadcast_to(shift, keys.shape)
+    )
+    return jnp.where((place < 0) | (place >= _BINS), _BINS - 1, place)
+
+
+# PTX for the bin `x` of the key `$0`, with `$1` and `$2` for `low` and `shift`.
+_BIN = (
+    f".reg .pred p; .reg .b32 x; max.s32 x, $0, $1; sub.s32 x, x, $1; shr.u32 x, x, $2; "
+    f"min.u32 x, x, {_BINS - 1};"
+)
+
+
+def find_bin(
     keys: Int[Array, "..."],
-    limits: tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]],
+    low: Int[Array, ""],
+    shift: Int[Array, ""],
+    count: Int[Array, ""],
     scratch: Any,
-    turn: Int[Array, ""],
     *,
     layout: Any,
 ) -> list[Int[Array, ""]]:
-    """Counts the keys that are at least each of three limits; costs one barrier.
+    """Finds the bin of the `count`-th largest key, from a histogram; costs three barriers.
+
+    A bin has `2^shift` adjacent keys, from `low` on. All lower keys belong to the first of 2048
+    bins, and all higher ones to the last.
 
     Args:
-      keys: At most 2^15 keys in registers.
-      limits: Three limits.
-      scratch: `scratch_of_counts()` in shared memory.
-      turn: Alternately 0 and 1, so that no warp overwrites counts that another has yet to read.
+      keys: Keys in registers.
+      low: Least key of the first bin.
+      shift: Logarithm of the keys per bin, at most 21.
+      count: Rank of the key, from 1 on.
+      scratch: `scratch_of_row()` in shared memory, after `clear_bins`; it leaves the bins clear.
+      layout: Layout of the keys.
+
+    Returns:
+      The bin, the number of keys in higher bins, and the number of keys in the bin. The last is
+      very large for the first bin, whose keys are not counted.
+    """
+    if ops.is_interpreted():
+        bins = _bins(keys.reshape(-1), low, shift)
+        numbers = jnp.zeros((_BINS,), jnp.int32).at[bins].add(1).at[0].set(_BELOW)
+        least = jnp.cumsum(numbers[::-1], dtype=jnp.int32)[::-1]  # keys in this bin or higher ones
+        found = jnp.sum((least >= count).astype(jnp.int32)) - 1
+        own = jnp.sum(jnp.where(jnp.arange(_BINS, dtype=jnp.int32) == found, numbers, 0))
+        all_kept = jnp.sum(jnp.where(jnp.arange(_BINS, dtype=jnp.int32) == found, least, 0))
+        return [found, all_kept - own, own]
+    kinds = [mlir.integer_type()] * 3
+
+    @mlir.emit((keys, layout), scratch, numbers=(low, shift, count), result=kinds)
+    def find(keys: Any, scratch: Any, low: Any, shift: Any, count: Any) -> Any:
+        base = mlir.shared_pointer(scratch)
+        _wait(scratch)
+        # The lowest bin is not counted: it may have most of the keys, and one would wait for them.
+        code = (
+            f"{{ {_BIN} setp.ne.s32 p, x, 0; shl.b32 x, x, 2; add.s32 x, x, $3; "
+            "@p red.shared.add.u32 [x], 1; }"
+        )
+        for key in mlir.scalars(keys):
+            mlir.effect(code, key, low, shift, base)
+        _wait(scratch)
+        _emit_find_bin(count, scratch)
+        _wait(scratch)
+        found = _load_numbers(scratch)
+        _emit_clear_bins(scratch)
+        return [mlir.as_array(x) for x in found]
+
+    return find
+
+
+def _emit_find_bin(count: ir.Value, scratch: ir.Value) -> None:
+    """Writes the results of `find_bin` from a histogram, as one thread does that has the bin.
+
+    A thread has some adjacent bins, the first thread the highest ones. Keys in higher bins are sums
+    over the lanes before, and over the warps before.
+    """
+    start, is_own, share = _own_bins(scratch)
+    last = mlir.constant(_WORD_BYTES * (_BINS - share))
+    base = mlir.shared_pointer(scratch)
+    start = arith.subi(arith.addi(arith.addi(base, base), last), start)  # from the other end
+    flag = mlir.flag(is_own)
+    numbers: list[ir.Value] = []
+    for index in range(0, share, ADJACENT):
+        offset = _WORD_BYTES * index
+        numbers += mlir.load(start, ADJACENT, flag, offset=offset, space="shared")
+    own = functools.reduce(arith.addi, numbers)
+    upto = _add_earlier_lanes(own)
+    _store_total(upto, scratch, 0)
+    _wait(scratch)
+    upto = arith.addi(upto, _over_warps(scratch, 0, mlir.warp(), nvvm.ReductionKind.ADD, 0))
+    above = arith.subi(upto, own)
+    has_key = arith.andi(mlir.compare("slt", above, count), mlir.compare("sge", upto, count))
+    with mgpu.when(has_key):
+        first = mlir.constant(_BINS - 1)
+        bins = arith.subi(first, arith.muli(mlir.thread(), mlir.constant(share)))
+        found = [bins, above, numbers[-1]]
+        for index, number in enumerate(numbers[::-1]):
+            is_above = mlir.compare("slt", above, count)
+            current = [arith.subi(bins, mlir.constant(index)), above, number]
+            found = [arith.select(is_above, *pair) for pair in zip(current, found, strict=True)]
+            above = arith.addi(above, number)
+        _store_numbers(found, scratch)
+
+
+def _store_total(upto: ir.Value, scratch: ir.Value, turn: int) -> None:
+    """Writes the last lane's sum over all lanes to the warp's word."""
+    with mgpu.when(mlir.compare("eq", mlir.lane(), LANES - 1)):
+        memref.store(upto, scratch, [_place_of_warp(scratch, turn)])
+
+
+def _store_numbers(values: list[ir.Value], scratch: ir.Value) -> None:
+    """Writes three results, for all threads."""
+    for index, value in enumerate(values):
+        memref.store(value, scratch, [mlir.index(mlir.constant(_BINS + index))])
+
+
+def _load_numbers(scratch: ir.Value) -> list[ir.Value]:
+    """Reads what `_store_numbers` has written."""
+    return [memref.load(scratch, [mlir.index(mlir.constant(_BINS + x))]) for x in range(3)]
+
+
+def find_key(
+    keys: Int[Array, "..."],
+    low: Int[Array, ""],
+    shift: Int[Array, ""],
+    own_bin: Int[Array, ""],
+    number: Int[Array, ""],
+    rank: Int[Array, ""],
+    scratch: Any,
+    *,
+    layout: Any,
+) -> list[Int[Array, ""]]:
+    """Finds the `rank`-th largest key of a bin by comparing all of its keys; costs two barriers.
+
+    Threads collect the keys in any order: the result depends only on how many are larger.
+
+    Args:
+      keys: Keys in registers.
+      low: As in `find_bin`.
+      shift: As in `find_bin`.
+      own_bin: The bin.
+      number: Number of keys in the bin, at most `most_candidates(scratch)`.
+      rank: Rank of the key among these, from 1 on.
+      scratch: `scratch_of_row()` in shared memory, after `find_bin`.
+      layout: Layout of the keys.
+
+    Returns:
+      The key, and how many keys equal to it are among the first `rank`, and in the bin.
+    """
+    if ops.is_interpreted():
+        flat = keys.reshape(-1)
+        is_own = _bins(flat, low, shift) == own_bin
+        ordered = jnp.sort(jnp.where(is_own, flat, _LEAST_INTEGER), descending=True)
+        place = jnp.arange(flat.size, dtype=jnp.int32)
+        key = jnp.sum(jnp.where(place == rank - 1, ordered, 0))
+        larger, equal = jnp.sum(is_own & (flat > key)), jnp.sum(is_own & (flat == key))
+        return [key, rank - larger, equal]
+    numbers, kinds = (low, shift, own_bin, number, rank), [mlir.integer_type()] * 3
+
+    @mlir.emit((keys, layout), scratch, numbers=numbers, result=kinds)
+    def find(keys: Any, scratch: Any, *numbers: Any) -> Any:
+        low, shift, own_bin, number, rank = numbers
+        base = mlir.shared_pointer(scratch)
+        counter = _WORD_BYTES * (_BINS + _NUMBERS - 1)
+        first = _WORD_BYTES * (_BINS + _NUMBERS + 2 * _warps(scratch))
+        code = (
+            f"{{ {_BIN} setp.eq.s32 p, x, $3; @p atom.shared.add.u32 x, [$4 + {counter}], 1; "
+            f"@p shl.b32 x, x, 2; @p add.s32 x, x, $4; @p st.shared.b32 [x + {first}], $0; }}"
+        )
+        for key in mlir.scalars(keys):
+            mlir.effect(code, key, low, shift, own_bin, base)
+        _wait(scratch)
+        _emit_rank(number, rank, scratch)
+        _wait(scratch)
+        return [mlir.as_array(x) for x in _load_numbers(scratch)]
+
+    return find
+
+
+def _emit_rank(number: ir.Value, rank: ir.Value, scratch: ir.Value) -> None:
+    """Writes the results of `find_key`: a warp compares every candidate of its own with all.
+
+    Equal candidates are found by several warps, which write the same.
+    """
+    first = mlir.constant(_BINS + _NUMBERS + 2 * _warps(scratch))
+    zero, last = mlir.constant(0), arith.subi(number, mlir.constant(1))
+
+    def candidate(place: ir.Value) -> ir.Value:
+        return memref.load(scratch, [mlir.index(arith.addi(first, place))])
+
+    def loop(start: ir.Value, step: int, carry: list[ir.Value]) -> Any:
+        return scf.ForOp(*map(mlir.index, (start, number, mlir.constant(step))), carry)
+
+    each = loop(mlir.warp(), _warps(scratch), [])
+    with ir.InsertionPoint(each.body):
+        own = candidate(arith.index_cast(mlir.i32(), each.induction_variable))
+        every = loop(zero, LANES, [zero, zero])
+        with ir.InsertionPoint(every.body):
+            place = arith.index_cast(mlir.i32(), every.induction_variable)
+            place = arith.addi(place, mlir.lane())
+            other = candidate(arith.minsi(place, last))
+            is_there = mlir.compare("slt", place, number)
+            tests = (mlir.compare(test, other, own) for test in ("sgt", "eq"))
+            votes = [mlir.ballot(arith.andi(is_there, test)) for test in tests]
+            sums = [
+                arith.addi(total, mlir.run("popc.b32 $0, $1;", vote))
+                for total, vote in zip(every.inner_iter_args, votes, strict=True)
+            ]
+            scf.yield_(sums)
+        larger, equal = every.results
+        left = arith.subi(rank, larger)
+        with mgpu.when(arith.andi(mlir.compare("sge", left, 1), mlir.compare("sle", left, equal))):
+            _store_numbers([own, left, equal], scratch)
+        scf.yield_([])
+
+
+def keep_first(
+    keys: Int[Array, "..."],
+    key: Int[Array, ""],
+    number: Int[Array, ""],
+    scratch: Any,
+    *,
+    layout: Any,
+) -> Int[Array, "..."]:
+    """Replaces keys equal to `key` by the least integer, except the first `number` of them.
+
+    Args:
+      keys: Keys of one row in registers, in order of warps, registers and lanes.
+      key: The key.
+      number: How many of the keys stay.
+      scratch: `scratch_of_row()` in shared memory.
       layout: Layout of the keys.
     """
     if ops.is_interpreted():
-        return [jnp.sum((keys >= limit).astype(jnp.int32)) for limit in limits]
-    numbers = (*limits, turn)
+        flat = keys.reshape(-1)
+        is_late = jnp.cumsum(flat == key, dtype=jnp.int32) > number
+        flat = replace(flat, (flat == key) & is_late, _LEAST_INTEGER)
+        return flat.reshape(keys.shape)
+    kind = mlir.array_type(keys.shape, jnp.int32, layout)
 
-    @mlir.emit((keys, layout), scratch, numbers=numbers, result=[mlir.integer_type()] * 3)
-    def counts(keys: Any, scratch: Any, *numbers: Any) -> Any:
-        *limits, turn = numbers
-        return [mlir.as_array(x) for x in _emit_count(mlir.scalars(keys), limits, turn, scratch)]
+    @mlir.emit((keys, layout), scratch, numbers=(key, number), result=kind)
+    def keep(keys: Any, scratch: Any, key: Any, number: Any) -> Any:
+        code = (
+            "{ .reg .pred p, q; setp.eq.s32 p, $2, $3; setp.ge.and.s32 q, $4, $5, p; "
+            f"mov.b32 $0, $2; @q mov.b32 $0, {_LEAST_INTEGER}; "
+            "mov.b32 $1, $4; @p add.s32 $1, $1, 1; }"
+        )
+        found = []
+        for group, place, _ in _places(keys, "eq", key, scratch, 1):
+            for own in group:
+                kept, place = mlir.ptx(code, own, key, place, number, kinds=[mlir.i32()] * 2)
+                found.append(kept)
+        return as_row(found, kind.shape, layout)
 
-    return counts
-
-
-def _emit_count(
-    registers: list[ir.Value], limits: list[ir.Value], turn: ir.Value, scratch: ir.Value
-) -> list[ir.Value]:
-    """Emits counts for three limits; the first two share the halves of one integer."""
-    first, second = mlir.constant(0), mlir.constant(0)
-    for key in registers:
-        first = _add_if("ge", first, key, limits[0], 1)
-        first = _add_if("ge", first, key, limits[1], 1 << 16)
-        second = _add_if("ge", second, key, limits[2], 1)
-    packed = [mlir.over_lanes(x, nvvm.ReductionKind.ADD) for x in (first, second)]
-    totals = _exchange(packed, scratch, turn, nvvm.ReductionKind.ADD, 0)
-    low = arith.andi(totals[0], mlir.constant(0xFFFF))
-    return [low, arith.shrui(totals[0], mlir.constant(16)), totals[1]]
+    return keep
 
 
 def _add_if(test: str, total: ir.Value, key: ir.Value, limit: ir.Value, step: int) -> ir.Value:
@@ -448,34 +712,16 @@ def _add_if(test: str, total: ir.Value, key: ir.Value, limit: ir.Value, step: in
     return mgpu.utils.inline_ptx(code, total, key, limit, result_types=total.type)
 
 
-def _exchange(
-    values: list[ir.Value],
-    scratch: ir.Value,
-    turn: ir.Value,
-    kind: nvvm.ReductionKind,
-    identity: int,
-) -> list[ir.Value]:
-    """Reduces two per-warp values over all warps of a thread block.
-
-    Two turns have separate memory, so that one barrier suffices: a warp that is ahead writes where
-    no other warp is reading.
-    """
-    warps = _warps(scratch)
-    start = arith.muli(turn, mlir.constant(2 * warps))
-    starts = [arith.addi(start, mlir.constant(index * warps)) for index in range(len(values))]
-    for start, value in zip(starts, values, strict=True):
-        memref.store(value, scratch, [mlir.index(arith.addi(start, mlir.warp()))])
-    _wait(scratch)
-    return [_over_warps(scratch, start, mlir.constant(warps), kind, identity) for start in starts]
-
-
 def _over_warps(
-    scratch: ir.Value, start: ir.Value, number: ir.Value, kind: nvvm.ReductionKind, identity: int
+    scratch: ir.Value, turn: int, number: ir.Value, kind: nvvm.ReductionKind, identity: int
 ) -> ir.Value:
-    """Reduces the values of several warps: each lane reads the value of one warp."""
-    lane = mlir.lane()
-    last = mlir.constant(_warps(scratch) - 1)
-    theirs = memref.load(scratch, [mlir.index(arith.addi(start, arith.minsi(lane, last)))])
+    """Reduces the words of the first `number` warps: each lane reads the word of one warp.
+
+    A warp has a word in each of two turns, so that one barrier suffices: a warp that is ahead
+    writes where no other warp is reading.
+    """
+    lane, last = mlir.lane(), mlir.constant(_warps(scratch) - 1)
+    theirs = memref.load(scratch, [_place_of_warp(scratch, turn, arith.minsi(lane, last))])
     is_one = mlir.compare("slt", lane, number)
     theirs = arith.select(is_one, theirs, mlir.constant(identity))
     return mlir.over_lanes(theirs, kind)
@@ -483,7 +729,14 @@ def _over_warps(
 
 def _warps(scratch: ir.Value) -> int:
     """Returns the number of warps that share the scratch memory: all of the thread block."""
-    return ir.MemRefType(scratch.type).shape[0] // _COUNTS_PER_WARP
+    return (ir.MemRefType(scratch.type).shape[0] - _BINS - _NUMBERS) // _PER_WARP
+
+
+def _place_of_warp(scratch: ir.Value, turn: int, warp: ir.Value | None = None) -> ir.Value:
+    """Returns the index of a warp's word, by default of this one's."""
+    warp = mlir.warp() if warp is None else warp
+    start = _BINS + _NUMBERS + turn * _warps(scratch)
+    return mlir.index(arith.addi(warp, mlir.constant(start)))
 
 
 def _wait(scratch: ir.Value) -> None:
@@ -570,9 +823,7 @@ def write_fours(values: list[Array], places: Array, ref: Any, *, layout: Any) ->
 
 def write_kept(
     keys: Int[Array, "..."],
-    lower: Int[Array, ""],
-    upper: Int[Array, ""],
-    missing: Int[Array, ""],
+    least: Int[Array, ""],
     count: Int[Array, ""],
     ids_ref: Any,
     scratch: Any,
@@ -580,125 +831,84 @@ def write_kept(
     pad: int,
     layout: Any,
 ) -> None:
-    """Writes the columns whose key is at least `upper`, and the first `missing` equal to `lower`.
+    """Writes the columns whose key is at least `least`, in ascending order; costs one barrier.
 
     Args:
-      keys: Keys of one row, in order of warps, registers and lanes.
-      lower: Key of the ties.
-      upper: Least key that is always kept.
-      missing: Number of ties to keep.
-      count: Number of columns to keep.
-      ids_ref: Target of the columns in ascending order, `[P]` in global memory.
-      scratch: `scratch_of_counts()` in shared memory.
+      keys: Keys of one row in registers, in order of warps, registers and lanes.
+      least: Least key that is kept.
+      count: Number of columns that are kept.
+      ids_ref: Target of the columns, `[P]` in global memory.
+      scratch: `scratch_of_row()` in shared memory.
       pad: Value of the entries beyond `count`.
       layout: Layout of the keys.
     """
     if ops.is_interpreted():
-        _write_kept_interpreted(keys.reshape(-1), lower, upper, missing, ids_ref, pad)
+        kept, length = keys.reshape(-1) >= least, ids_ref.shape[-1]
+        place = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, length)
+        columns = jnp.arange(kept.shape[0], dtype=jnp.int32)
+        ids_ref[...] = jnp.full((length,), pad, jnp.int32).at[place].set(columns, mode="drop")
         return
-    numbers = (lower, upper, missing, count)
 
-    @mlir.emit((keys, layout), ids_ref, scratch, numbers=numbers)
-    def _(keys: Any, ids: Any, scratch: Any, *numbers: Any) -> None:
-        lower, upper, missing, count = numbers
-        _emit_write_kept(keys, lower, upper, missing, ids, scratch)
+    @mlir.emit((keys, layout), ids_ref, scratch, numbers=(least, count))
+    def _(keys: Any, ids: Any, scratch: Any, least: Any, count: Any) -> None:
+        long = ir.IntegerType.get_signless(64)
+        code = (
+            "{ .reg .pred p; setp.ge.s32 p, $2, $3; @p st.global.b32 [$1], $4; "
+            "mov.b64 $0, $1; @p add.s64 $0, $0, 4; }"
+        )
+        for group, place, column in _places(keys, "ge", least, scratch, 0):
+            target = llvm.ptrtoint(long, mlir.address(ids, place))
+            for index, key in enumerate(group):
+                own = arith.addi(column, mlir.constant(index))
+                (target,) = mlir.ptx(code, target, key, least, own, kinds=[long])
         _emit_fill(ids, count, pad, step=LANES * _warps(scratch))
 
 
-def _write_kept_interpreted(
-    keys: Array, lower: Array, upper: Array, missing: Array, ids_ref: Any, pad: int
-) -> None:
-    above, tied = keys >= upper, keys == lower
-    kept = above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= missing))
-    length = ids_ref.shape[-1]
-    place = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, length)
-    columns = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    ids_ref[...] = jnp.full((length,), pad, jnp.int32).at[place].set(columns, mode="drop")
+def _places(
+    keys: mgpu.FragmentedArray, test: str, limit: ir.Value, scratch: ir.Value, turn: int
+) -> list[tuple[list[ir.Value], ir.Value, ir.Value]]:
+    """Counts the keys of a row that pass a test before each group of a thread's adjacent keys.
 
+    A number adds up earlier warps, through shared memory; earlier groups of this warp; and earlier
+    lanes of the same group. Four groups are summed over lanes at a time, each in a byte of a word.
 
-def _emit_write_kept(
-    keys: mgpu.FragmentedArray,
-    lower: ir.Value,
-    upper: ir.Value,
-    missing: ir.Value,
-    ids: ir.Value,
-    scratch: ir.Value,
-) -> None:
-    """Writes the kept columns, the same as `_write_kept_interpreted`.
-
-        above, tied = keys >= upper, keys == lower
-        kept = above | (tied & (cumsum(tied) <= missing))
-        ids[cumsum(kept) - 1] = column, of the columns that are kept
-
-    A column's cumulative sum adds up earlier warps, through shared memory; earlier registers of
-    this warp; earlier lanes of the same registers, of which four are summed over lanes at a time,
-    each in a byte of a word; and earlier columns of the thread. Since ties beyond the first
-    `missing` are dropped, `cumsum(kept) = cumsum(above) + min(cumsum(tied), missing)`.
+    Returns:
+      For each group: its keys, the number of earlier keys, and the first key's column.
     """
-
-    def tests(key: ir.Value) -> tuple[ir.Value, ir.Value]:
-        above = mlir.compare("sge", key, upper)
-        return above, mlir.compare("eq", key, lower)
-
-    def count(keys: list[ir.Value], step: int, before: list[ir.Value]) -> list[ir.Value]:
-        for key in keys:
-            kinds = zip(("ge", "eq"), before, (upper, lower), strict=True)
-            before = [_add_if(test, x, key, limit, step) for test, x, limit in kinds]
-        return before
-
-    lane, warp, zero = mlir.lane(), mlir.warp(), mlir.constant(0)
-    registers = mlir.scalars(keys)
-    # Pack both counts into the halves of one integer: neither exceeds 2^14.
-    above, tied = count(registers, 1, [zero, zero])
-    packed = arith.addi(above, arith.shli(tied, mlir.constant(16)))
-    packed = mlir.over_lanes(packed, nvvm.ReductionKind.ADD)
-    start = mlir.constant((_COUNTS_PER_WARP - 1) * _warps(scratch))
-    memref.store(packed, scratch, [mlir.index(arith.addi(start, warp))])
-    _wait(scratch)
-    before = _over_warps(scratch, start, warp, nvvm.ReductionKind.ADD, 0)
-    sums = [
-        arith.andi(before, mlir.constant(0xFFFF)),
-        arith.shrui(before, mlir.constant(16)),
-    ]
-
+    lane, warp, registers = mlir.lane(), mlir.warp(), mlir.scalars(keys)
     adjacent = len(registers) // keys.registers.size
-    assert LANES * adjacent < 1 << _BYTE  # columns per warp register
+    assert LANES * adjacent < 1 << _BYTE  # keys of a warp per group
+    groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
+    earlier, totals = [], []
+    for first in range(0, len(groups), _WORD_BYTES):
+        own = mlir.constant(0)
+        for place, group in enumerate(groups[first : first + _WORD_BYTES]):
+            for key in group:
+                own = _add_if(test, own, key, limit, 1 << (_BYTE * place))
+        upto = _add_earlier_lanes(own)
+        total = _shuffle_from(upto, LANES - 1)
+        places = range(min(_WORD_BYTES, len(groups) - first))
+        earlier += [_byte_of(arith.subi(upto, own), place) for place in places]
+        totals += [_byte_of(total, place) for place in places]
+    memref.store(functools.reduce(arith.addi, totals), scratch, [_place_of_warp(scratch, turn)])
+    _wait(scratch)
+    before = _over_warps(scratch, turn, warp, nvvm.ReductionKind.ADD, 0)
     column = arith.addi(
         arith.muli(warp, mlir.constant(LANES * len(registers))),
         arith.muli(lane, mlir.constant(adjacent)),
     )
-    # The barrier makes the compiler recompute the counts instead of keeping them in registers.
-    registers = mlir.scalars(mgpu.optimization_barrier(keys))
-    groups = [registers[start : start + adjacent] for start in range(0, len(registers), adjacent)]
-    for first in range(0, len(groups), _WORD_BYTES):
-        together = groups[first : first + _WORD_BYTES]
-        own = [zero, zero]
-        for place, group in enumerate(together):
-            own = count(group, 1 << (_BYTE * place), own)
-        upto = [_add_earlier_lanes(x) for x in own]
-        totals = [_shuffle_from(x, LANES - 1) for x in upto]
-        earlier = list(map(arith.subi, upto, own))
-        for place, group in enumerate(together):
-            above_before, tied_before = map(arith.addi, sums, _byte_of(earlier, place))
-            sums = list(map(arith.addi, sums, _byte_of(totals, place)))
-            for index, key in enumerate(group):
-                is_above, is_tied = tests(key)
-                has_room = mlir.compare("slt", tied_before, missing)
-                with mgpu.when(arith.ori(is_above, arith.andi(is_tied, has_room))):
-                    target = arith.addi(above_before, arith.minsi(tied_before, missing))
-                    own_column = arith.addi(column, mlir.constant(index))
-                    memref.store(own_column, ids, [mlir.index(target)])
-                if index + 1 < adjacent:
-                    above_before = arith.addi(above_before, arith.extui(missing.type, is_above))
-                    tied_before = arith.addi(tied_before, arith.extui(missing.type, is_tied))
-            column = arith.addi(column, mlir.constant(LANES * adjacent))
+    found = []
+    for group, of_lanes, total in zip(groups, earlier, totals, strict=True):
+        found.append((group, arith.addi(before, of_lanes), column))
+        before = arith.addi(before, total)
+        column = arith.addi(column, mlir.constant(LANES * adjacent))
+    return found
 
 
-def _byte_of(packed: list[ir.Value], place: int) -> list[ir.Value]:
-    """Extracts one of the four bytes of each word."""
-    shift = mlir.constant(_BYTE * place)
-    shifted = [arith.shrui(x, shift) if place else x for x in packed]
-    return [arith.andi(x, mlir.constant((1 << _BYTE) - 1)) for x in shifted]
+def _byte_of(packed: ir.Value, place: int) -> ir.Value:
+    """Extracts one of the four bytes of a word."""
+    shifted = arith.shrui(packed, mlir.constant(_BYTE * place)) if place else packed
+    return arith.andi(shifted, mlir.constant((1 << _BYTE) - 1))
 
 
 def _add_earlier_lanes(value: ir.Value) -> ir.Value:

@@ -12,7 +12,9 @@ A thread block has one part of all heads of a sequence: the columns (pages) of o
 parts: 8 bytes per head and part. Meanwhile another warpgroup reads the powers, 4 bytes (two
 columns) per head and thread, and starts all reads before it adds anything. In a single warpgroup
 the assembler would start these reads after most of the work on the factors. The page scores `R`
-replace those of the layer before, in float32, 4 bytes per column.
+replace those of the layer before, in float32, 4 bytes per column. They are also written as integers
+of the same order (`top_k.select`), in which forced pages and missing ones are marked, so that the
+one thread block of `token_lists` has less to do.
 
 Heads are added up in order. The page scores equal those that `token_lists` computes for short
 caches, bit for bit, since both use the functions of this module.
@@ -34,6 +36,7 @@ from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, math
 from sketchwalk_jax.pallas_kernels.page_scores.token_scores import PAGE, TokenParts
+from sketchwalk_jax.pallas_kernels.top_k.select import row_keys
 from sketchwalk_jax.precision import MASK_VALUE
 from sketchwalk_jax.scaled import integer_power
 
@@ -123,11 +126,42 @@ class _Sizes:
       count: Columns per part.
       exponent: Exponent of the shares.
       decay: Factor of the previous layer's page scores.
+      sink_blocks: Number of first pages that are always kept.
+      local_blocks: Number of last pages that are always kept.
+      overlaps: Whether the kernel launches early and waits for the previous ones.
     """
 
     count: int
     exponent: int
     decay: float
+    sink_blocks: int
+    local_blocks: int
+    overlaps: bool
+
+    def keys(
+        self, page_scores: Array, columns: Array, there: Int[Array, ""], num_columns: int
+    ) -> Int[Array, "..."]:
+        """Returns integers in the order of selection."""
+        return row_keys(
+            page_scores,
+            columns,
+            there - 1,
+            is_padded=True,
+            num_blocks=num_columns,
+            sink_blocks=self.sink_blocks,
+            local_blocks=self.local_blocks,
+        )
+
+
+def token_budget(
+    there: Int[Array, ""], layers_ref: Any, budget_ref: Any, num_columns: int
+) -> Int[Array, ""]:
+    """Returns the number of pages to keep, given the number of pages that a sequence has."""
+    layer = jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
+    # Without a token, do as plain JAX, where negative indices count from the end.
+    page = jnp.where(there > 0, jnp.minimum(there, num_columns) - 1, num_columns - 1)
+    count: Array = budget_ref[layer, page]
+    return count
 
 
 def _find_page_scores(
@@ -135,15 +169,21 @@ def _find_page_scores(
     top_ref: Any,
     total_ref: Any,
     length_ref: Any,
+    layers_ref: Any,
+    budget_ref: Any,
     page_scores_ref: Any,
+    keys_ref: Any,
+    count_ref: Any,
     *,
     sizes: _Sizes,
     factors: Any,
 ) -> None:
     """Runs one thread block: one part of all heads of a sequence."""
+    if sizes.overlaps:
+        ops.await_previous_kernels()
     sequence, part = jax.lax.axis_index("sequence"), jax.lax.axis_index("part")
     there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
-    first = part * sizes.count
+    first, num_columns = part * sizes.count, page_scores_ref.shape[1]
 
     def make_factors() -> None:
         _write_factors(
@@ -151,26 +191,36 @@ def _find_page_scores(
         )
 
     def read_words() -> Array:
-        return _read_words(powers_ref.at[sequence], first, there, sizes=sizes)
+        return _read_words(powers_ref.at[sequence], first, sizes=sizes)
+
+    def write_count() -> None:
+        @pl.when(part == 0)
+        def _() -> None:
+            count_ref[sequence] = token_budget(there, layers_ref, budget_ref, num_columns)
 
     def write_page_scores(read: Array) -> None:
-        sums, page_scores = _add_heads(read, factors), page_scores_ref.at[sequence]
-        layout = _columns_layout(_PACKED)
-        place = ops.matrix_index(sums.shape, 1, layout)
-        columns = jnp.where(place < sizes.count, first + place, page_scores.shape[0])
-        previous = row_ops.read_row(columns, page_scores, layout=layout)
-        found = combine_page_scores(
-            jnp.where(columns < there, sums, 0.0),
-            previous,
-            exponent=sizes.exponent,
-            decay=sizes.decay,
+        page_scores, keys, layout = (
+            page_scores_ref.at[sequence],
+            keys_ref.at[sequence],
+            _columns_layout(_PACKED),
         )
+        place = ops.matrix_index((1, row_ops.THREADS * _PACKED), 1, layout)
+        # A part may have fewer columns than there are places.
+        columns = jnp.where(place < sizes.count, first + place, keys.shape[0])
+        previous = row_ops.read_row(columns, page_scores, layout=layout)
+        row_ops.program_barrier()
+        sums = jnp.where(columns < there, _add_heads(read, factors), 0.0)
+        found = combine_page_scores(sums, previous, exponent=sizes.exponent, decay=sizes.decay)
         row_ops.write_row(found, columns, page_scores, layout=layout)
+        found_keys = sizes.keys(found, columns, there, num_columns)
+        row_ops.write_row(found_keys, columns, keys, layout=layout)
 
     if ops.is_interpreted():
         make_factors()
         sums = _add_heads(read_words(), factors)
-        _write_interpreted(sums, part, there, page_scores_ref.at[sequence], sizes=sizes)
+        write_count()
+        own_refs = (page_scores_ref.at[sequence], keys_ref.at[sequence])
+        _write_interpreted(sums, part, there, *own_refs, sizes=sizes)
         return
     warpgroup = jax.lax.axis_index("warpgroup")
 
@@ -178,28 +228,32 @@ def _find_page_scores(
     def _() -> None:
         make_factors()
         row_ops.program_barrier()
+        write_count()
 
     @pl.when(warpgroup == 1)
     def _() -> None:
-        read = read_words()
-        row_ops.program_barrier()
-        write_page_scores(read)
+        write_page_scores(read_words())
 
 
 def _write_interpreted(
-    sums: Array, part: Array, there: Array, page_scores: Any, *, sizes: _Sizes
+    sums: Array, part: Array, there: Array, page_scores: Any, keys: Any, *, sizes: _Sizes
 ) -> None:
-    """Writes the page scores of a part; the last part may have fewer columns."""
-    whole, rest = divmod(page_scores.shape[0], sizes.count)
+    """Writes the page scores of a part, which may have fewer or no columns, and its keys."""
+    num_columns, first = page_scores.shape[0], part * sizes.count
+    columns = first + jnp.arange(sizes.count, dtype=jnp.int32)
+    padded = jnp.pad(page_scores[...], (0, keys.shape[0] - num_columns))
+    found = combine_page_scores(
+        jnp.where(columns < there, sums, 0.0),
+        jax.lax.dynamic_slice(padded, (first,), (sizes.count,)),
+        exponent=sizes.exponent,
+        decay=sizes.decay,
+    )
+    keys[pl.ds(first, sizes.count)] = sizes.keys(found, columns, there, num_columns)
 
     def write(width: int) -> None:
-        own = pl.ds(part * sizes.count, width)
-        columns = part * sizes.count + jnp.arange(width, dtype=jnp.int32)
-        found = jnp.where(columns < there, sums[:width], 0.0)
-        page_scores[own] = combine_page_scores(
-            found, page_scores[own], exponent=sizes.exponent, decay=sizes.decay
-        )
+        page_scores[pl.ds(first, width)] = found[:width]
 
+    whole, rest = divmod(num_columns, sizes.count)
     pl.when(part < whole)(functools.partial(write, sizes.count))
     if rest:
         pl.when(part == whole)(functools.partial(write, rest))
@@ -234,15 +288,14 @@ def _columns_layout(packed: int) -> Any:
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-5,), (-3,), -1, _check_canonical=False)
 
 
-def _read_words(
-    powers_ref: Any, first: Int[Array, ""], there: Int[Array, ""], *, sizes: _Sizes
-) -> Shaped[Array, "N W"]:
+def _read_words(powers_ref: Any, first: Int[Array, ""], *, sizes: _Sizes) -> Shaped[Array, "N W"]:
     """Starts to read a part of all heads, one word per head and thread.
+
+    It also reads columns beyond the sequence, which hold anything, rather than wait for its length.
 
     Args:
       powers_ref: `[heads, columns]` in global memory, bfloat16.
       first: The part's first column.
-      there: Number of existing columns; words beyond are zeros.
       sizes: Static parameters. The interpreter reads columns instead of words.
     """
     if ops.is_interpreted():
@@ -251,13 +304,11 @@ def _read_words(
     shape = (heads, row_ops.THREADS)
     kind = mlir.array_type(shape, jnp.int32, _words_layout())
 
-    @mlir.emit(powers_ref, numbers=(first, there), result=kind)
-    def read(powers: Any, first: Any, there: Any) -> Any:
+    @mlir.emit(powers_ref, numbers=(first,), result=kind)
+    def read(powers: Any, first: Any) -> Any:
         place = _place_of_thread()
-        column = arith.addi(first, place)
-        is_own = mlir.compare("slt", place, mlir.constant(sizes.count))
-        is_read = arith.andi(is_own, mlir.compare("slt", column, there))
-        start, flag = mlir.address(powers, column), mlir.flag(is_read)
+        start = mlir.address(powers, arith.addi(first, place))
+        flag = mlir.flag(mlir.compare("slt", place, mlir.constant(sizes.count)))
         stride = ir.MemRefType(powers.type).shape[1] * _WORD // _PACKED
         found = [mlir.load(start, 1, flag, offset=head * stride)[0] for head in range(heads)]
         return row_ops.as_row(found, shape, _words_layout())
@@ -315,20 +366,33 @@ def token_page_scores_kernel(
     parts: TokenParts,
     page_scores: Any,
     lengths: Int[Array, "B"],
+    layers: Int[Array, "1"],
+    budgets: Int[Array, "Ls P"],
     *,
     exponent: int,
     decay: float,
+    sink_blocks: int,
+    local_blocks: int,
+    overlaps: bool = False,
     interpret: bool = False,
-) -> None:
+) -> tuple[Int[Array, "B W"], Int[Array, "B"]]:
     """Replaces the previous layer's page scores by `R` of the module.
 
     Args:
       parts: Results of `token_scores_kernel`, of all heads.
       page_scores: Reference to the previous layer's page scores, float32 `[B, P]`.
       lengths: Number of keys in each sequence.
+      layers: Number of layers walked so far.
+      budgets: Pages to keep, by layer and by the token's page.
       exponent: Exponent of the shares.
       decay: Factor of the previous layer's page scores.
+      sink_blocks: Number of first pages that are always kept.
+      local_blocks: Number of last pages up to the token's own that are always kept.
+      overlaps: Whether the kernel launches early and waits for the previous ones (Hopper).
       interpret: Whether the interpreter runs the kernel.
+
+    Returns:
+      The page scores as integers in the order of selection, and the number of pages to keep.
 
     Raises:
       ValueError: If a part has more than two columns for each of 128 threads.
@@ -337,16 +401,28 @@ def token_page_scores_kernel(
     most = row_ops.THREADS * _PACKED
     if count > most:
         raise ValueError(f"a part must have at most {most} columns, got {count}")
-    batch, num_heads, _ = powers.shape
-    sizes = _Sizes(count=count, exponent=exponent, decay=decay)
-    ops.kernel(
+    batch, num_heads, width = powers.shape
+    sizes = _Sizes(
+        count=count,
+        exponent=exponent,
+        decay=decay,
+        sink_blocks=sink_blocks,
+        local_blocks=local_blocks,
+        overlaps=overlaps,
+    )
+    keys, counts = ops.kernel(
         functools.partial(_find_page_scores, sizes=sizes),
+        out_type=[
+            jax.ShapeDtypeStruct((batch, width), jnp.int32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+        ],
         scratch_types={"factors": plgpu.SMEM((-(-num_heads // _HEADS) * _HEADS,), jnp.float32)},
-        grid=(batch, -(-page_scores.shape[1] // count)),
+        grid=(batch, width // count),
         grid_names=("sequence", "part"),
         num_threads=1 if interpret else 2,
         thread_name="warpgroup",
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
         kernel_name="token_page_scores",
-    )(powers, top, total, lengths, page_scores)
+    )(powers, top, total, lengths, layers, budgets, page_scores)
+    return keys, counts

@@ -1,10 +1,11 @@
 """Top-k and compaction in one kernel: from scores to block indices (Algorithm 1 step 7).
 
-A thread block is one warpgroup with one row of scores, which it reads once (4 bytes per block) and
-keeps in registers. Scores become 32-bit integers of the same order. Bisection, two steps at a time,
-finds the threshold that keeps the row's count, and stops once the count is met. Ties at the
-threshold go to the lower index. Every warp has a stretch of consecutive columns, so that votes give
-each kept column its place in the ascending list.
+A thread block has one row of scores, which it reads once (4 bytes per block) and keeps in
+registers. Scores become 32-bit integers of the same order, the keys. A histogram in shared memory
+tells which bin has the least key to keep, and how many keys are in higher bins. If the bin has many
+keys, a histogram of narrower bins follows. The few keys of the last bin are compared with each
+other. Ties go to the lower index. Every warp has a stretch of consecutive columns, so that sums
+over its lanes give each kept column its place in the ascending list.
 
 `select_row` does this in registers; the decoding kernels end with it too.
 """
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
@@ -25,24 +26,33 @@ from sketchwalk_jax.selection import BlockSelection
 _FORCED = 0x7F800000
 _BEYOND = ~0x7F800000
 _ABSENT = -(1 << 31)
+_NONE = (1 << 31) - 1  # above all keys
 _WARPGROUPS = 4  # most warpgroups per row
 _TILES = 8  # divides the tiles of key blocks of a warpgroup
+_TILE = 64  # columns
+# Logarithms of the keys per bin: a histogram of all keys has four bins per octave. One of a window
+# of 32 octaves has 64 bins per octave.
+_WHOLE_BITS, _WINDOW_BITS = 32 - row_ops.BIN_BITS, 17
 
 
-class _Bracket(NamedTuple):
-    """State of the search for a threshold.
+class _Search(NamedTuple):
+    """State of the search for the least key to keep.
 
     Attributes:
-      lower: A key that would keep too many keys, or the least of all keys.
-      upper: A key that does not keep too many keys.
-      above: Number of keys that are at least `upper`.
-      turn: Half of the scratch memory for the next count.
+      is_open: 1 until the search has ended.
+      low: Least key of the next histogram, or of the last one if the search has ended.
+      shift: Logarithm of its keys per bin.
+      bin: Bin of the least key to keep in the last histogram.
+      above: Number of keys in higher bins.
+      number: Number of keys in this bin, or a larger number.
     """
 
-    lower: Int[Array, ""]
-    upper: Int[Array, ""]
+    is_open: Int[Array, ""]
+    low: Int[Array, ""]
+    shift: Int[Array, ""]
+    bin: Int[Array, ""]
     above: Int[Array, ""]
-    turn: Int[Array, ""]
+    number: Int[Array, ""]
 
 
 def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
@@ -57,67 +67,110 @@ def ordered_keys(scores: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     return replace(keys, magnitude >= _FORCED, _BEYOND)
 
 
-def row_threshold(
+def keep_best(
     keys: Int[Array, "..."],
     count: Int[Array, ""],
+    ids_ref: Any,
     scratch: Any,
     *,
-    guesses: tuple[int, ...] = (),
+    window: int | None = None,
+    pad: int,
     layout: Any,
-) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-    """Finds the keys to keep: all from `upper` on, and the first `missing` equal to `lower`.
-
-    Bisection, two steps at a time: three limits divide the interval between the two keys into
-    quarters, and one count for all three tells which quarter has the threshold. It ends when
-    `upper` keeps exactly `count` keys, or when no key is between the two.
+) -> None:
+    """Writes the columns of the `count` largest keys, of equal ones the first.
 
     Args:
       keys: Keys of one row, in registers.
       count: Keys to keep.
-      scratch: `row_ops.scratch_of_counts()`.
-      guesses: Three keys in ascending order to try first; the result does not depend on them.
+      ids_ref: Target of the columns, `[P]` in global memory.
+      scratch: `row_ops.scratch_of_row()`, after `row_ops.clear_bins`.
+      window: Exponent of the lowest score of 32 octaves in which the least one to keep usually is.
+        The result does not depend on it.
+      pad: Value of the entries beyond `count`.
       layout: Layout of the keys.
-
-    Returns:
-      `lower`, `upper` and `missing`.
     """
+    most, rank = row_ops.most_candidates(scratch), jnp.maximum(count, 1)
 
-    def is_open(state: _Bracket) -> Bool[Array, ""]:
-        return (state.above != count) & (state.lower + 1 < state.upper)
+    def find(state: _Search) -> _Search:
+        _, low, shift, *_ = state
+        own, above, number = row_ops.find_bin(keys, low, shift, rank, scratch, layout=layout)
+        is_open = (shift > 0) & (number > most)
+        # The outer bins of the window have keys beyond it: continue with all keys.
+        is_outside = (shift == _WINDOW_BITS) & ((own == 0) | (own == row_ops.LAST_BIN))
+        narrower = jnp.maximum(shift - row_ops.BIN_BITS, 0)
+        own_low = replace(low + jax.lax.shift_left(own, shift), is_outside, _ABSENT)
+        return _Search(
+            is_open.astype(jnp.int32),
+            jnp.where(is_open, own_low, low),
+            jnp.where(is_open, replace(narrower, is_outside, _WHOLE_BITS), shift),
+            own,
+            above,
+            number,
+        )
 
-    def narrow(state: _Bracket, limits: tuple[Array, Array, Array]) -> _Bracket:
-        lower, upper, above, turn = state
-        kept = row_ops.count_kept(keys, limits, scratch, turn, layout=layout)
-        # The least limit that does not keep too many becomes `upper`, the one below it `lower`.
-        for limit, number in reversed(list(zip(limits, kept, strict=True))):
-            upper = jnp.where(number <= count, limit, upper)
-            above = jnp.where(number <= count, number, above)
-        for limit, number in zip(limits, kept, strict=True):
-            lower = jnp.where(number > count, limit, lower)
-        return _Bracket(lower, upper, above, 1 - turn)
-
-    def quarter(state: _Bracket) -> _Bracket:
-        lower, upper, _, _ = state
-        # Round up, so that no limit equals the lower key; limits above the upper key do no harm.
-        step = jax.lax.shift_right_logical(upper - lower + 3, jnp.int32(2))
-        return narrow(state, (lower + step, lower + 2 * step, lower + 3 * step))
-
-    start = _Bracket(jnp.int32(_BEYOND), jnp.int32(_FORCED + 1), jnp.int32(0), jnp.int32(0))
-    if guesses:
-        one, two, three = (count * 0 + guess for guess in guesses)  # not constant to the compiler
-        start = narrow(start, (one, two, three))
-    lower, upper, above, _ = jax.lax.while_loop(is_open, quarter, start)
-    return lower, upper, count - above
+    zero = count * 0  # not constant to the compiler
+    low, shift = (_ABSENT, _WHOLE_BITS) if window is None else ((window + 127) << 23, _WINDOW_BITS)
+    start = _Search(zero + 1, zero + low, zero + shift, zero, zero, zero)
+    found = jax.lax.while_loop(lambda state: state.is_open > 0, find, start)
+    rank = rank - found.above
+    least, left, equal = jax.lax.cond(
+        found.shift > 0,
+        lambda: row_ops.find_key(
+            keys, found.low, found.shift, found.bin, found.number, rank, scratch, layout=layout
+        ),
+        lambda: [found.low + found.bin, rank, found.number],  # the bin has one key
+    )
+    least = replace(least, count < 1, _NONE)
+    kept = jax.lax.cond(
+        left < equal,
+        lambda: row_ops.keep_first(keys, least, left, scratch, layout=layout),
+        lambda: keys,
+    )
+    row_ops.write_kept(kept, least, count, ids_ref, scratch, pad=pad, layout=layout)
 
 
-def room_of(num_key_tiles: int, *, interpret: bool) -> tuple[int, int]:
-    """Returns a row's tiles of key blocks, with padding, and the warpgroups that share it."""
-    height = -(-num_key_tiles // _TILES) * _TILES
-    if interpret:  # it cannot count over warpgroups
+def room_of(num_tiles: int, *, least: int = _TILES, interpret: bool) -> tuple[int, int]:
+    """Returns a row's tiles of 64 columns, with padding, and the warpgroups that share it.
+
+    Args:
+      num_tiles: Tiles that exist.
+      least: Most tiles of one warpgroup, unless there are more than four times as many.
+      interpret: Whether the interpreter runs the kernel, which cannot reduce over warpgroups.
+    """
+    height = -(-num_tiles // _TILES) * _TILES
+    if interpret:
         return height, 1
-    warpgroups = min(height // _TILES, _WARPGROUPS)
+    warpgroups = min(-(-height // least), _WARPGROUPS)
     together = _TILES * warpgroups
     return -(-height // together) * together, warpgroups
+
+
+def row_keys(
+    scores: Float[Array, "..."],
+    columns: Int[Array, "..."],
+    row: Int[Array, ""],
+    *,
+    is_padded: bool,
+    num_blocks: int,
+    sink_blocks: int,
+    local_blocks: int,
+) -> Int[Array, "..."]:
+    """Returns the keys of a row: forced blocks are highest, those above the diagonal lowest.
+
+    Args:
+      scores: Scores of the row's blocks; only their order matters.
+      columns: Block indices of the scores, shaped like `scores`.
+      row: Absolute block index of the row; blocks after it are not eligible.
+      is_padded: Whether some columns do not exist; they are still lower.
+      num_blocks: Number of existing columns.
+      sink_blocks: Number of first blocks that are always kept.
+      local_blocks: Number of last blocks up to the diagonal that are always kept.
+    """
+    keys = ordered_keys(scores)
+    forced = (columns < sink_blocks) | (columns > row - local_blocks)
+    keys = replace(keys, forced, _FORCED)
+    keys = replace(keys, columns > row, _BEYOND)
+    return replace(keys, columns >= num_blocks, _ABSENT) if is_padded else keys
 
 
 def select_row(
@@ -128,51 +181,27 @@ def select_row(
     ids_ref: Any,
     scratch: Any,
     *,
-    is_padded: bool,
     num_blocks: int,
-    sink_blocks: int,
-    local_blocks: int,
-    guesses: tuple[int, ...] = (),
+    window: int | None = None,
     layout: Any,
+    **forced: Any,
 ) -> None:
     """Writes the block indices of one row, which is in registers, a stretch per warpgroup.
 
     Args:
-      scores: Scores of the row's blocks; only their order matters.
-      columns: Block indices of the scores, shaped like `scores`.
-      row: Absolute block index of the row; blocks after it are not eligible.
+      scores: As in `row_keys`, like `columns`, `row`, `num_blocks` and `forced`.
+      columns: Block indices of the scores.
+      row: Absolute block index of the row.
       count: Number of blocks to keep.
       ids_ref: Target of the indices, `[P]` in global memory.
-      scratch: `row_ops.scratch_of_counts()`.
-      is_padded: Whether some columns do not exist.
+      scratch: `row_ops.scratch_of_row()`, after `row_ops.clear_bins`.
       num_blocks: Number of existing columns; it also pads the list beyond its count.
-      sink_blocks: Number of first blocks that are always kept.
-      local_blocks: Number of last blocks up to the diagonal that are always kept.
-      guesses: Three guesses of the least key to keep, ascending.
+      window: As in `keep_best`.
       layout: Layout of `scores` and `columns`.
+      **forced: Other parameters of `row_keys`.
     """
-    keys = ordered_keys(scores)
-    # Forced blocks are highest, those above the diagonal lowest but for columns beyond the end.
-    forced = (columns < sink_blocks) | (columns > row - local_blocks)
-    keys = replace(keys, forced, _FORCED)
-    keys = replace(keys, columns > row, _BEYOND)
-    if is_padded:
-        keys = replace(keys, columns >= num_blocks, _ABSENT)
-    lower, upper, missing = row_threshold(keys, count, scratch, guesses=guesses, layout=layout)
-    row_ops.write_kept(
-        keys, lower, upper, missing, count, ids_ref, scratch, pad=num_blocks, layout=layout
-    )
-
-
-def padded_columns(num_blocks: int) -> int:
-    """Returns the columns of a row in registers: a multiple of a warpgroup's threads."""
-    return -(-num_blocks // row_ops.THREADS) * row_ops.THREADS
-
-
-def pad_columns(x: Float[Array, "*lead J"]) -> Float[Array, "*lead W"]:
-    """Pads with zeros up to `padded_columns`."""
-    padding = padded_columns(x.shape[-1]) - x.shape[-1]
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
+    keys = row_keys(scores, columns, row, num_blocks=num_blocks, **forced)
+    keep_best(keys, count, ids_ref, scratch, window=window, pad=num_blocks, layout=layout)
 
 
 def select_blocks_kernel(
@@ -209,16 +238,23 @@ def select_blocks_kernel(
     if num_blocks > MAX_BLOCKS:
         raise ValueError(f"scores must have at most {MAX_BLOCKS} columns, got {num_blocks}")
     max_count = min(max_count, num_blocks)
-    width = padded_columns(num_blocks)
+    # Few warpgroups, since there may be many rows; but a thread has registers for 32 columns.
+    height, warpgroups = room_of(-(-num_blocks // _TILE), least=8 * _TILES, interpret=interpret)
+    width = height * _TILE
+    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, width - num_blocks)))
 
     def select_one_row(
         scores_ref: Any, rows_ref: Any, counts_ref: Any, ids_ref: Any, scratch: Any
     ) -> None:
-        index = jax.lax.axis_index("row")
-        layout = row_ops.row_layout(width)
+        row_ops.clear_bins(scratch)
+        index, warpgroup = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
+        own = height // warpgroups  # tiles of this warpgroup
+        layout = row_ops.tiles_layout(own, _TILE)
+        columns = warpgroup * own + ops.matrix_index((own, _TILE), 0, layout)
+        columns = columns * _TILE + ops.matrix_index((own, _TILE), 1, layout)
         select_row(
-            ops.read_global(scores_ref.at[index], layout),
-            plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout),
+            ops.read_global(scores_ref.at[index, pl.ds(warpgroup * own, own)], layout),
+            columns,
             rows_ref[index],
             counts_ref[index],
             ids_ref.at[index],
@@ -237,8 +273,11 @@ def select_blocks_kernel(
         grid=(total,),
         grid_names=("row",),
         kernel_name="sketchwalk_select_rows",
-        scratch_types=[row_ops.scratch_of_counts()],
-        compiler_params=ops.compiler_params(),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=[row_ops.scratch_of_row(warpgroups)],
+        compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(pad_columns(scores).reshape(total, width), rows.reshape(total), counts.reshape(total))
+        detect_races=False,
+    )(padded.reshape(total, height, _TILE), rows.reshape(total), counts.reshape(total))
     return BlockSelection(ids.reshape(batch, 1, num_rows, max_count), counts[:, None], block_size)

@@ -6,15 +6,16 @@ It is the last selection kernel of the recommended policy's decoding step. It we
     share[n, p] ^ e = powers[n, p] · (exp(top[n, part of p] - max top[n]) / Σ ...) ^ e
     S[p] = ( Σ_n share[n, p] ^ e ) ^ (1 / e),    R[p] = max(S[p], decay · R[p] of the layer before)
 
-A thread block has one sequence, whose row is in the registers of up to four warpgroups, as in
-`select_decode`. Each warpgroup computes the factors of some heads, one per head and part, and
-shares them through shared memory. Reading the powers takes most of the time: 2 bytes per head and
-page, from the GPU's cache. So reads of the first heads' powers start before the factors are
-computed. Sums are float32.
+A thread block has one sequence, whose row is in the registers of up to four warpgroups. Each
+warpgroup computes the factors of some heads, one per head and part, and shares them through shared
+memory. Reading the powers takes most of the time: 2 bytes per head and page, from the GPU's cache.
+So reads of the first heads' powers start before the factors are computed. Sums are float32.
 
 A single thread block took 16 µs at 128K tokens on an H200, and 5 µs at 16K, since it read all
 powers. In long caches many thread blocks compute the page scores first (`long_token_scores`), and
-this kernel reads these, 4 bytes per column.
+this kernel reads them as ordered integers, 4 bytes per column.
+
+Each kernel of a token starts as the one before it ends. So on Hopper it launches early and waits.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ from sketchwalk_jax.pallas_kernels.page_scores.long_token_scores import (
     factor_of,
     of_rows,
     read_parts,
+    token_budget,
     token_page_scores_kernel,
     weigh_parts,
 )
@@ -49,15 +51,15 @@ from sketchwalk_jax.pallas_kernels.page_scores.token_scores import (
     TokenParts,
     token_scores_kernel,
 )
-from sketchwalk_jax.pallas_kernels.top_k.select import room_of, select_row
+from sketchwalk_jax.pallas_kernels.top_k.select import keep_best, room_of, select_row
 from sketchwalk_jax.pallas_kernels.walk.walk_row import TILE
 from sketchwalk_jax.selection import BlockSelection
 
 _HEADS = 8  # divides the heads of a warpgroup
 # Most bytes of a sequence's powers for this kernel; `long_token_scores` reads more.
 _MOST_BYTES = 2**17
-# Keys of 2^-12, 2^-8 and 2^-4: the threshold is usually between these.
-_GUESSES = tuple((127 - octaves) << 23 for octaves in (12, 8, 4))
+# Exponent of the lowest page score of 32 octaves in which the least one to keep usually is.
+_WINDOW = -31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class _Sizes:
       warpgroups: Warpgroups per row.
       exponent: Order of the norm over heads.
       decay: Factor of the previous layer's page scores.
-      is_spread: Whether `long_token_scores` has computed the page scores.
+      overlaps: Whether the kernel launches early and waits for the previous ones.
     """
 
     num_columns: int
@@ -80,46 +82,66 @@ class _Sizes:
     warpgroups: int
     exponent: int
     decay: float
-    is_spread: bool
+    overlaps: bool
+
+
+def _list_keys(keys_ref: Any, count_ref: Any, ids_ref: Any, scratch: Any, *, sizes: _Sizes) -> None:
+    """Writes one sequence's page indices, from the results of `long_token_scores`."""
+    row_ops.clear_bins(scratch)
+    if sizes.overlaps:
+        ops.await_previous_kernels()
+    sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
+    own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
+    layout = row_ops.tiles_layout(own, TILE)
+    keep_best(
+        ops.read_global(keys_ref.at[sequence, pl.ds(warpgroup * own, own)], layout),
+        count_ref[sequence],
+        ids_ref.at[sequence],
+        scratch,
+        window=_WINDOW,
+        pad=sizes.num_columns,
+        layout=layout,
+    )
 
 
 def _list_blocks(
-    *refs: Any,
+    powers_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    page_scores_ref: Any,
+    length_ref: Any,
+    layers_ref: Any,
+    budget_ref: Any,
+    ids_ref: Any,
+    count_ref: Any,
+    *,
     sizes: _Sizes,
     scratch: Any,
-    factors: Any = None,
+    factors: Any,
     **lists: Any,
 ) -> None:
-    """Writes one sequence's page indices, and its page scores over the previous layer's.
-
-    Unless `is_spread`, the first of `refs` are the arrays of `TokenParts`.
-    """
-    *parts, page_scores_ref, length_ref, layers_ref, budget_ref, ids_ref, count_ref = refs
+    """Writes one sequence's page indices, and its page scores over the previous layer's."""
+    row_ops.clear_bins(scratch)
+    if sizes.overlaps:
+        ops.await_previous_kernels()
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
     columns = warpgroup * own + ops.matrix_index((own, TILE), 0, layout)
     columns = columns * TILE + ops.matrix_index((own, TILE), 1, layout)
     there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
-    row, layer = there - 1, jnp.minimum(layers_ref[0], budget_ref.shape[0] - 1)
-    # Without a token, do as plain JAX, where negative indices count from the end.
-    place = jnp.where(there > 0, jnp.minimum(row, sizes.num_columns - 1), sizes.num_columns - 1)
-    count = budget_ref[layer, place]
+    count = token_budget(there, layers_ref, budget_ref, sizes.num_columns)
     page_scores_row = page_scores_ref.at[sequence]
-    previous = functools.partial(row_ops.read_row, columns, page_scores_row, layout=layout)
-    if sizes.is_spread:
-        page_scores = previous()
-    else:
-        powers, top, total = (ref.at[sequence] for ref in parts)
-        tiles: dict[str, Any] = dict(height=own, columns=TILE)
-        read = row_ops.read_powers(powers, there, **tiles)
-        before = previous()
-        _write_factors(top, total, factors, warpgroup, there, sizes=sizes)
-        row_ops.program_barrier()
-        sums = row_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
-        sums = jnp.where(columns < there, sums, 0.0)
-        page_scores = combine_page_scores(sums, before, exponent=sizes.exponent, decay=sizes.decay)
-        row_ops.write_row(page_scores, columns, page_scores_row, layout=layout)
+    powers, top, total = (ref.at[sequence] for ref in (powers_ref, top_ref, total_ref))
+    tiles: dict[str, Any] = dict(height=own, columns=TILE)
+    read = row_ops.read_powers(powers, there, **tiles)
+    before = row_ops.read_row(columns, page_scores_row, layout=layout)
+    _write_factors(top, total, factors, warpgroup, there, sizes=sizes)
+    row_ops.program_barrier()
+    sums = row_ops.add_powers(read, powers, factors, there, part=sizes.count, **tiles)
+    sums = jnp.where(columns < there, sums, 0.0)
+    page_scores = combine_page_scores(sums, before, exponent=sizes.exponent, decay=sizes.decay)
+    row_ops.write_row(page_scores, columns, page_scores_row, layout=layout)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
@@ -128,12 +150,13 @@ def _list_blocks(
     select_row(
         page_scores,
         columns,
-        row,
+        there - 1,
         count,
         ids_ref.at[sequence],
         scratch,
+        is_padded=sizes.height * TILE != sizes.num_columns,
         num_blocks=sizes.num_columns,
-        guesses=_GUESSES,
+        window=_WINDOW,
         layout=layout,
         **lists,
     )
@@ -170,6 +193,7 @@ def select_token_by_page_scores_kernel(
     sink_blocks: int,
     local_blocks: int,
     ranks: Any = None,
+    overlaps: bool = False,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B P"]]:
     """Computes page scores and page indices of one token per sequence.
@@ -195,6 +219,7 @@ def select_token_by_page_scores_kernel(
       local_blocks: Number of last pages up to the token's own that are always kept.
       ranks: Distribution of heads over ranks (`policies.base.Heads`); the kernels' parts are
         gathered from all ranks in between.
+      overlaps: Whether each kernel launches early and waits for the previous ones (Hopper).
       interpret: Whether to interpret the kernels, which needs no GPU.
 
     Returns:
@@ -227,13 +252,13 @@ def select_token_by_page_scores_kernel(
         exponent=exponent,
         room=room,
         all_kv_heads=None if ranks is None else ranks.num_kv_heads,
+        overlaps=overlaps,
         interpret=interpret,
     )
     if ranks is not None:
         powers, *of_parts = (ranks.gather(x, axis=1) for x in parts[:-1])
         top, total = (jnp.pad(x, ((0, 0), (0, heads - num_heads), (0, 0))) for x in of_parts)
         parts = TokenParts(powers, top, total, parts.size)
-    of_column = num_heads * parts.powers.dtype.itemsize
     sizes = _Sizes(
         num_columns=num_columns,
         height=height,
@@ -241,39 +266,48 @@ def select_token_by_page_scores_kernel(
         warpgroups=warpgroups,
         exponent=exponent,
         decay=decay,
-        is_spread=of_column * num_columns > _MOST_BYTES,
+        overlaps=overlaps,
     )
-    scratch: dict[str, Any] = {"scratch": row_ops.scratch_of_counts(warpgroups)}
-    given, page_scores = list(parts[:-1]), jax.new_ref(state)
-    if sizes.is_spread:
-        of_page_scores: dict[str, Any] = dict(exponent=exponent, decay=decay)
-        token_page_scores_kernel(parts, page_scores, lengths, **of_page_scores, interpret=interpret)
-        given = []
-    else:
-        scratch = {"factors": plgpu.SMEM(parts.top.shape[1:], jnp.float32)} | scratch
-    max_count = min(max_count, num_columns)
-    ids, kept = ops.kernel(
-        functools.partial(
-            _list_blocks,
-            sizes=sizes,
-            is_padded=height * TILE != num_columns,
-            sink_blocks=sink_blocks,
-            local_blocks=local_blocks,
-        ),
-        out_type=[
-            jax.ShapeDtypeStruct((batch, max_count), jnp.int32),
-            jax.ShapeDtypeStruct((batch,), jnp.int32),
-        ],
+    forced: dict[str, Any] = dict(sink_blocks=sink_blocks, local_blocks=local_blocks)
+    scratch: dict[str, Any] = {"scratch": row_ops.scratch_of_row(warpgroups)}
+    how: dict[str, Any] = dict(
         grid=(batch,),
         grid_names=("sequence",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=scratch,
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
         detect_races=False,
         kernel_name="token_lists",
-    )(*given, page_scores, lengths, layers[None], jnp.asarray(budgets, jnp.int32))
+    )
+    ids_type = jax.ShapeDtypeStruct((batch, min(max_count, num_columns)), jnp.int32)
+    page_scores = jax.new_ref(state)
+    of_token = (lengths, layers[None], jnp.asarray(budgets, jnp.int32))
+    if num_heads * parts.powers.dtype.itemsize * num_columns > _MOST_BYTES:
+        keys, kept = token_page_scores_kernel(
+            parts,
+            page_scores,
+            *of_token,
+            exponent=exponent,
+            decay=decay,
+            overlaps=overlaps,
+            interpret=interpret,
+            **forced,
+        )
+        ids = ops.kernel(
+            functools.partial(_list_keys, sizes=sizes),
+            out_type=ids_type,
+            scratch_types=scratch,
+            **how,
+        )(keys.reshape(batch, height, TILE), kept)
+    else:
+        factors = plgpu.SMEM(parts.top.shape[1:], jnp.float32)
+        ids, kept = ops.kernel(
+            functools.partial(_list_blocks, sizes=sizes, **forced),
+            out_type=[ids_type, jax.ShapeDtypeStruct((batch,), jnp.int32)],
+            scratch_types={"factors": factors} | scratch,
+            **how,
+        )(*parts[:-1], page_scores, *of_token)
     selection = BlockSelection(
         ids[:, None, None], kept[:, None, None], PAGE, has_diagonal=local_blocks > 0
     )

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import LEAST_CHUNK, MAX_BLOCKS, MAX_POWER
@@ -37,8 +36,8 @@ from sketchwalk_jax.scaled import (
 )
 from sketchwalk_jax.selection import BlockSelection
 
-# Keys of entries 36, 12 and 4 octaves below the bound of all entries.
-_GUESSES = tuple((STATE_EXPONENT + 1 - octaves + 127) << 23 for octaves in (36, 12, 4))
+# All entries are below `2^(STATE_EXPONENT + 1)`.
+_WINDOW = STATE_EXPONENT + 1 - 32
 
 
 def _select_token(
@@ -63,8 +62,7 @@ def _select_token(
     If the row has no positive entry, it selects by the token's scores, `direct_ref`.
     """
     if tiling.overlaps:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
+        ops.await_previous_kernels()
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = part_ref.shape[2] // warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
@@ -100,6 +98,7 @@ def _select_token(
     def _() -> None:
         walked_ref[0] = layers + 1
 
+    row_ops.clear_bins(scratch)
     select_row(
         jnp.where(is_walked, state, direct),
         columns,
@@ -107,7 +106,7 @@ def _select_token(
         count,
         ids_ref.at[sequence],
         scratch,
-        guesses=_GUESSES,
+        window=_WINDOW,
         layout=layout,
         **lists,
     )
@@ -203,7 +202,7 @@ def select_token_kernel(
         grid_names=("sequence",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=[row_ops.scratch_of_counts(warpgroups)],
+        scratch_types=[row_ops.scratch_of_row(warpgroups)],
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
         detect_races=False,

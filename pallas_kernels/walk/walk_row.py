@@ -709,8 +709,7 @@ def _sum(values: list[Array]) -> Array:
 def _begin(refs: _Refs, tiling: WalkTiling) -> tuple[Array, Array, _Token]:
     """Returns the thread block's place in its line, the line, and its sequence's token."""
     if tiling.overlaps:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
+        ops.await_previous_kernels()
     index, line, sequence = (jax.lax.axis_index(x) for x in ("index", "line", "sequence"))
     position = refs.position[sequence]
     row = position // tiling.block_size

@@ -26,6 +26,8 @@ from ptx.reading import Instruction, split
 
 # Memory
 
+_WORD = 4  # bytes
+
 
 def _bytes_of(places: np.ndarray, width: int) -> np.ndarray:
     return (places[:, None] + np.arange(width)).reshape(-1)
@@ -97,6 +99,26 @@ def _write(warp: Warp, space: str, places: np.ndarray, values: np.ndarray) -> No
         block.unfenced[places] = warp.index + 1
     else:
         block.memory.write(places, values)
+
+
+@operation("atom", "red")
+def _do_atomic(warp: Warp, one: Instruction) -> None:
+    """Adds to integers in shared memory, one thread after another, in random order."""
+    if one.name[1:-1] != ("shared", "add") or TYPES[one.name[-1]].itemsize != _WORD:
+        raise NotImplementedError(one.text)
+    *target, place, source = one.operands
+    block, kind = warp.block, one.name[-1]
+    places, added = warp.address(place), warp.lanes(source, kind)
+    found = np.zeros(LANES, TYPES[kind])
+    for lane in block.random.sample(list(np.flatnonzero(warp.active)), int(warp.active.sum())):
+        if places[lane] % _WORD:
+            raise Fault(f"addresses are no multiples of {_WORD}")
+        own = block.check(places[lane] + np.arange(_WORD))
+        found[lane] = block.shared[own].view(TYPES[kind])[0]
+        total = found[lane : lane + 1] + added[lane]
+        _write(warp, "shared", own, total.view(np.uint8))
+    if target:
+        warp.put(target[0], found)
 
 
 @operation("ldmatrix", "stmatrix")
