@@ -1,7 +1,8 @@
 """Plans that share a density among layers: some need most blocks, others almost none.
 
 A plan is measured once for a model (`sketchwalk calibrate`, `evaluation.planning.make_plan`) and
-stored next to its checkpoint. It has the loss of each layer at each density.
+stored next to its checkpoint. It has the loss of each layer at each density, and may have the loss
+of the whole model by density, phase and length.
 """
 
 import dataclasses
@@ -19,6 +20,91 @@ import numpy as np
 PLAN_FILE = "sketchwalk_plan.json"
 FORMAT_VERSION = 1
 _NUMBERS = ("densities", "errors", "weights", "representatives", "misses")
+PHASES = ("prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What a model loses on texts if the recommended policy selects in one phase.
+
+    Attributes:
+      phase: `"prefill"` or `"decode"`.
+      tokens: Length of the texts.
+      density: Density of the policy.
+      kl: `KL(p_dense ‖ p_sparse)` of the next token in nats, mean over the ends of all texts.
+      most: The largest mean of one text.
+      same: Share of these tokens for which the likeliest next token stays the same.
+
+    Raises:
+      ValueError: If a field is outside its range.
+    """
+
+    phase: str
+    tokens: int
+    density: float
+    kl: float
+    most: float
+    same: float
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        own = (self.density, self.kl, self.most, self.same)
+        is_right = (
+            self.phase in PHASES
+            and isinstance(self.tokens, int)
+            and self.tokens > 0
+            and _are_numbers(own)
+            and _are_amounts(own)
+            and 0 < self.density <= 1
+            and self.same <= 1
+        )
+        if not is_right:
+            raise ValueError(f"a loss must have a phase and amounts in their ranges, got {self}")
+
+
+# Without a measurement of the model: the largest losses of the models in docs/answered.md, "Loss by
+# density".
+TYPICAL_LOSSES: tuple[Loss, ...] = ()
+
+
+def least_densities(
+    losses: Sequence[Loss], max_kl: float, phase: str
+) -> tuple[tuple[int, float], ...]:
+    """Returns the least density that keeps to a loss, by the position of a row.
+
+    A row takes the larger density of the nearest measured lengths on both sides of its position;
+    beyond the longest one it takes that one's. A density keeps to the loss if it and all higher
+    measured ones do on every text. If none does, the density is 1.
+
+    Args:
+      losses: Measured losses.
+      max_kl: The loss in nats per token.
+      phase: `"prefill"` or `"decode"`.
+
+    Returns:
+      Pairs `(position, density)`: the density of rows from this position on, ascending.
+
+    Example:
+      >>> rows = [(4096, 0.1, 0.03), (4096, 0.2, 0.01), (8192, 0.1, 0.01)]
+      >>> losses = [Loss("decode", n, density, kl, kl, 1.0) for n, density, kl in rows]
+      >>> least_densities(losses, 0.02, "decode")
+      ((0, 0.2), (8192, 0.1))
+    """
+    own = [one for one in losses if one.phase == phase]
+    if not own:
+        return ((0, 1.0),)
+    lengths = sorted({one.tokens for one in own})
+    found = []
+    for length in lengths:
+        least = 1.0
+        for one in sorted((x for x in own if x.tokens == length), key=lambda x: -x.density):
+            if one.most > max_kl:
+                break
+            least = one.density
+        found.append(least)
+    starts = [0, *lengths]
+    pairs = [*zip(starts, [found[0], *map(max, itertools.pairwise(found)), found[-1]], strict=True)]
+    return tuple(one for i, one in enumerate(pairs) if i == 0 or one[1] != pairs[i - 1][1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +122,7 @@ class Plan:
         that some head of some query gives to a block that is not listed.
       fingerprint: Fingerprint of the measured checkpoint, from `models.weights.fingerprint`; empty
         if it is unknown.
+      model_losses: What the whole model loses; empty if that was not measured.
 
     Raises:
       ValueError: If the numbers do not fit together or are out of their range.
@@ -55,9 +142,13 @@ class Plan:
     representatives: tuple[int, ...]
     misses: tuple[tuple[float, ...], ...]
     fingerprint: str = ""
+    model_losses: tuple[Loss, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks every number."""
+        losses = self.model_losses
+        if not isinstance(losses, tuple) or not all(isinstance(one, Loss) for one in losses):
+            raise ValueError(f"model_losses must be a tuple of Loss, got {str(losses)[:80]}")
         for name in _NUMBERS:
             given, is_by_layer = getattr(self, name), name not in ("weights", "representatives")
             of_layers = given if is_by_layer and isinstance(given, tuple) else (given,)
@@ -103,7 +194,8 @@ class Plan:
     @property
     def short_hash(self) -> str:
         """Hash of the plan's numbers, 12 hexadecimal digits, without the fingerprint."""
-        numbers = dataclasses.astuple(dataclasses.replace(self, fingerprint=""))
+        numbers = [*(getattr(self, name) for name in _NUMBERS), ""]
+        numbers += [dataclasses.astuple(one) for one in self.model_losses]
         return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:12]
 
     @property
@@ -206,6 +298,7 @@ class Plan:
             "fingerprint": self.fingerprint,
             "measured": dict(measured),
             **{name: getattr(self, name) for name in _NUMBERS},
+            "model_losses": [dataclasses.asdict(one) for one in self.model_losses],
         }
         partial = path.with_name(f".{path.name}.partial")
         try:
@@ -233,6 +326,7 @@ class Plan:
                     weights=tuple(map(float, content["weights"])),
                     representatives=tuple(map(int, content["representatives"])),
                     fingerprint=str(content["fingerprint"]),
+                    model_losses=tuple(Loss(**one) for one in content.get("model_losses", [])),
                     **rows,
                 )
         except (

@@ -157,6 +157,7 @@ def compare_program(
     dense: Cache,
     cache: Cache,
     tokens: Int[Array, "B U"],
+    numbers: PyTree = None,
     *,
     plain: Settings,
     settings: Settings,
@@ -170,6 +171,7 @@ def compare_program(
       dense: Cache of dense attention.
       cache: Cache of the policy.
       tokens: The tokens, in order.
+      numbers: Those of `Policy.for_program`, if they are not in the settings.
       plain: Model and dense attention.
       settings: Model and policy.
 
@@ -178,7 +180,7 @@ def compare_program(
       `KL(p_dense ‖ p_policy)` of the prediction, both in nats, and whether policy and dense
       attention have the same likeliest token. Then the pairs that the policy attended to.
     """
-    active = jnp.ones(tokens.shape[:1], bool)
+    active, settings = jnp.ones(tokens.shape[:1], bool), settings.with_numbers(numbers)
 
     def step(carry: tuple[Cache, Cache], column: tuple[Array, Array]) -> Any:
         token, target = column

@@ -20,18 +20,23 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
 from sketchwalk_jax.attention.mass import block_mass
+from sketchwalk_jax.evaluation.measure import compare_logits, compare_program
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import draw_samples
+from sketchwalk_jax.inference.cache import Cache
+from sketchwalk_jax.inference.cached_layer import Settings
 from sketchwalk_jax.inference.layer import select_whole
+from sketchwalk_jax.inference.steps import read_into_new_cache
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.quantized import out_kernel
 from sketchwalk_jax.models.transformer import Attend, embed, run_layers, unembed
-from sketchwalk_jax.plan import Plan
+from sketchwalk_jax.plan import Loss, Plan
 from sketchwalk_jax.policies.base import Span
+from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
 from sketchwalk_jax.sharding import choose_mixture, on_every_rank, placement_of
-from sketchwalk_jax.text.haystack import HELD_OUT, Text, read_text
+from sketchwalk_jax.text.haystack import HELD_OUT, Text, draw_passages, prompt_rng, read_text
 from sketchwalk_jax.validation import check_integer
 from sketchwalk_jax.walk import WalkState
 
@@ -41,6 +46,9 @@ REPRESENTATIVES = (4, 8, 16, 32)
 TASKS = ("multi_key", "text_loss", "single_needle", "mid_prompt")
 # The end of a prompt holds the question in few tokens: it counts as much as the rest.
 _LAST_TOKENS = 64
+LOSS_DENSITIES = (0.05, 0.1, 0.2, 0.4)
+PASSAGES = 4
+"""Texts of each length by which `measure_losses` is called."""
 
 
 def make_plan(
@@ -317,6 +325,108 @@ def _missed(
     end = (length[0] - 1) // lists.queries_per_row
     late, last = (row >= end // 3) & (row <= end), (row >= end - 1) & (row <= end)
     return 0.5 * (jnp.mean(missed, where=late) + jnp.mean(missed, where=last))
+
+
+def measure_losses(
+    params: PyTree,
+    passages: Sequence[Int[np.ndarray, "_"]],
+    *,
+    model_config: ModelConfig,
+    plan: Plan | None = None,
+    densities: Sequence[float] = LOSS_DENSITIES,
+    num_tokens: int,
+    after: Callable[[], object] = lambda: None,
+) -> tuple[Loss, ...]:
+    """Measures what the whole model loses on texts, by phase and density.
+
+        kl = mean_t KL(p_dense,t ‖ p_sparse,t)
+
+    over the predictions of the last 64 tokens of each text. In phase `prefill` the whole text is
+    read sparsely. In phase `decode` it is read densely up to these tokens, which are fed one by one
+    and attend sparsely.
+
+    Args:
+      params: Parameter tree, on one device or on a mesh.
+      passages: Tokens of each text, more than 64 and at most `num_tokens`.
+      model_config: The model.
+      plan: The plan by which layers share a density.
+      densities: Densities of the recommended policy.
+      num_tokens: Length that the losses are noted for.
+      after: Called after each text.
+
+    Returns:
+      A loss for each phase and density.
+    """
+    where = placement_of(params, model_config)
+    settings = partial(Settings, model_config=model_config, placement=where)
+    plain = settings(policy=Dense())
+    found: dict[tuple[str, float], list[tuple[float, float]]] = {}
+    room = -(-num_tokens // plain.policy.block_size) * plain.policy.block_size
+    for passage in passages:
+        tokens = jnp.asarray(np.pad(passage, (0, room - len(passage)))[None], jnp.int32)
+        own = jnp.asarray(passage[None, -_LAST_TOKENS:], jnp.int32)
+        end = jnp.array([len(passage) - 1], jnp.int32)  # nothing follows the last token
+        start = end + 1 - _LAST_TOKENS
+        columns = start[:, None] + jnp.arange(_LAST_TOKENS - 1, dtype=jnp.int32)[None]
+        exact, _ = _read(params, tokens, end, columns, settings=plain)
+        _, dense = _read(params, tokens, start, columns[:, :1], settings=plain)
+        held: Cache | None = None  # statistics are the same for all densities
+        for density in densities:
+            policy: Any = RecommendedConfig(density=density, plan=plan)
+            numbers = None
+            if where is None:
+                policy, numbers = policy.for_program(
+                    model_config.num_layers, room // policy.block_size
+                )
+            reads = settings(policy=policy, phase="prefill")
+            logits, _ = _read(params, tokens, end, columns, numbers, settings=reads)
+            _, kl, same = compare_logits(exact, logits, jnp.zeros(len(exact), jnp.int32))
+            found.setdefault(("prefill", density), []).append((_mean(kl), _mean(same)))
+            decodes = settings(policy=policy, phase="decode")
+            if held is None:
+                held = _read(params, tokens, start, columns[:, :1], numbers, settings=decodes)[1]
+            _, kl, same, _ = compare_program(
+                params, dense, held, own, numbers, plain=plain, settings=decodes
+            )
+            found.setdefault(("decode", density), []).append((_mean(kl), _mean(same)))
+        after()
+    losses = []
+    for (phase, density), each in found.items():
+        kl, same = np.mean(each, axis=0)
+        most = max(one for one, _ in each)
+        numbers = (max(float(f"{one:.4g}"), 0.0) for one in (kl, most, same))
+        losses.append(Loss(phase, num_tokens, density, *numbers))
+    return tuple(sorted(losses, key=lambda one: (one.phase != "prefill", one.density)))
+
+
+@partial(jax.jit, static_argnames="settings")
+def _read(
+    params: PyTree,
+    tokens: Int[Array, "1 T"],
+    lengths: Int[Array, "1"],
+    columns: Int[Array, "1 C"],
+    numbers: PyTree = None,
+    *,
+    settings: Settings,
+) -> tuple[Float[Array, "C V"], Cache]:
+    """Reads a text into a new cache; returns the logits after some columns, and the cache."""
+    settings = settings.with_numbers(numbers)
+    hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
+    return unembed(params, hidden[0], model_config=settings.model_config), cache
+
+
+def _mean(values: Array) -> float:
+    return float(np.mean(np.asarray(values), dtype=np.float64))
+
+
+def loss_passages(
+    tokenizer: Any, *, num_tokens: int, text: Text | None = None, count: int = PASSAGES
+) -> list[Int[np.ndarray, "_"]]:
+    """Draws passages of a text for `measure_losses`, which no evaluation scores."""
+    sources = [prompt_rng("model_losses", num_tokens, HELD_OUT, index) for index in range(count)]
+    text = read_text() if text is None else text
+    drawn = draw_passages(text, tokenizer, num_tokens=num_tokens, sources=sources)
+    return [np.asarray(one, np.int32) for one in drawn]
 
 
 def planning_prompts(

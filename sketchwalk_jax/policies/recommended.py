@@ -32,7 +32,7 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.key_quantization import api as key_quantization
 from sketchwalk_jax.pallas_kernels.page_scores import api as page_scores
 from sketchwalk_jax.pallas_kernels.top_k import api as top_k
-from sketchwalk_jax.plan import Plan
+from sketchwalk_jax.plan import PHASES, TYPICAL_LOSSES, Plan, least_densities
 from sketchwalk_jax.policies.base import (
     SHARES,
     WIDEST_LISTS,
@@ -97,6 +97,10 @@ class RecommendedConfig(ScorePolicy):
       decay: Factor of a page's score from one layer to the next, in [0, 1). 0 forgets all scores.
       dense_layers: Layers with dense attention: the number of leading ones, or a tuple of layer
         indices. The other layers keep correspondingly less.
+      max_kl: Largest loss in nats per token and sparse phase, in place of a density: each row takes
+        the least density that kept to it on all texts of `sketchwalk calibrate`
+        (`plan.least_densities`), by phase and position. `density` is then the least of them.
+        Without a plan that has losses, `plan.TYPICAL_LOSSES` stand for them.
       plan: Density and representatives of each layer of the model. Without a plan, all layers have
         the same.
       num_layers: Number of layers of the model, set by `for_layer`. Without it, dense layers are
@@ -128,12 +132,19 @@ class RecommendedConfig(ScorePolicy):
     exponent: int = 8
     decay: float = 0.4
     dense_layers: int | tuple[int, ...] = 0
+    max_kl: float | None = None
     plan: Plan | None = None
     num_layers: int | None = None
     layer_representatives: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks every field."""
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise ValueError(f"plan must be a Plan or None, got {describe(self.plan)}")
+        if self.max_kl is not None:
+            check_number("max_kl", self.max_kl, "(0, inf)")
+            used = [one for phase in PHASES for _, one in self.least_densities(phase)]
+            object.__setattr__(self, "density", min(used))
         super().__post_init__()
         for name, least in (
             ("page_size", 16),
@@ -162,8 +173,6 @@ class RecommendedConfig(ScorePolicy):
             )
         for count in self.layer_representatives:
             check_integer("layer_representatives", count)
-        if self.plan is not None and not isinstance(self.plan, Plan):
-            raise ValueError(f"plan must be a Plan or None, got {describe(self.plan)}")
         if self.plan is not None and self.num_layers is None:
             object.__setattr__(self, "num_layers", self.plan.num_layers)
         if self.plan is not None and self.num_layers != self.plan.num_layers:
@@ -244,6 +253,7 @@ class RecommendedConfig(ScorePolicy):
             density=1.0,
             min_tokens=1,
             dense_layers=dense,
+            max_kl=None,
             plan=None,
             layer_representatives=() if choices == [own.representatives] else tuple(choices),
         )
@@ -273,10 +283,20 @@ class RecommendedConfig(ScorePolicy):
 
         If the number of layers is not known, this is the density of one layer.
         """
+        return self._layer_densities(self.density)
+
+    def _layer_densities(self, density: float) -> tuple[float, ...]:
         if self.num_layers is None:
-            return (self.density,)
+            return (density,)
         is_dense = tuple(super(RecommendedConfig, self).is_dense(i) for i in range(self.num_layers))
-        return _share_density(self.density, is_dense, self.plan)
+        return _share_density(density, is_dense, self.plan)
+
+    def least_densities(self, phase: str) -> tuple[tuple[int, float], ...]:
+        """The densities of a phase with `max_kl`, from positions on; see `plan.least_densities`."""
+        if self.max_kl is None:
+            return ((0, self.density),)
+        losses = (self.plan and self.plan.model_losses) or TYPICAL_LOSSES
+        return least_densities(losses, self.max_kl, phase)
 
     @property
     def sparse_representatives(self) -> tuple[int, ...]:
@@ -306,16 +326,23 @@ class RecommendedConfig(ScorePolicy):
         sink, local = self.forced
         own = self.pages if is_token else local
         least = max(self._in_pages(self.least_tokens[is_token]), sink + own)
-        densities = self.layer_densities
-        if self.num_layers is not None:
-            densities = tuple(d for i, d in enumerate(densities) if not self.is_dense(i)) or (1.0,)
-        make = functools.partial(
-            page_budget,
-            num_units,
-            pages=1 if is_token else self.pages,
-            least=least,
-        )
-        return np.stack([make(density=one) for one in densities])
+        pages = 1 if is_token else self.pages
+        make = functools.partial(page_budget, num_units, pages=pages, least=least)
+
+        def with_density(densities: tuple[float, ...]) -> Int[np.ndarray, "Ls J"]:
+            if self.num_layers is not None:
+                own = (one for i, one in enumerate(densities) if not self.is_dense(i))
+                densities = tuple(own) or (1.0,)
+            return np.stack([make(density=one) for one in densities])
+
+        if self.max_kl is None:
+            return with_density(self.layer_densities)
+        (_, first), *others = self.least_densities(PHASES[is_token])
+        found = with_density(self._layer_densities(first))
+        begins = np.arange(num_units) * pages * self.unit_size
+        for position, one in others:
+            found = np.where(begins >= position, with_density(self._layer_densities(one)), found)
+        return found
 
     def budget_table(
         self, num_units: int, *, is_token: bool = False

@@ -164,8 +164,17 @@ class SketchWalkConfig(BudgetPolicy):
         It loses far fewer answers than the method as printed. Its lists hold pages of 16 keys.
 
         Args:
-          **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`.
+          **overrides: Fields of `RecommendedConfig` to change, such as `density=0.1`, or
+            `max_kl=0.02` in place of a density.
+
+        Raises:
+          ValueError: If both are given.
         """
+        if {"density", "max_kl"} <= overrides.keys() and overrides["max_kl"] is not None:
+            raise ValueError(
+                f"density must be left out with max_kl, which chooses it, got "
+                f"{overrides['density']!r}"
+            )
         return RecommendedConfig(**overrides)
 
     # State.
