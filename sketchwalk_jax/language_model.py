@@ -266,6 +266,8 @@ class LanguageModel:
         elif density is not None:
             if not takes_density(policy):
                 raise ValueError(f"density must be None with a policy of none, got {policy!r}")
+            if getattr(policy, "max_kl", None) is not None:
+                raise ValueError(f"density must be None with max_kl, got {policy!r}")
             fields: dict[str, Any] = {"density": density}
             policy = dataclasses.replace(policy, **fields)
         return dataclasses.replace(self, policy=with_plan(policy, self.model_config.plan))

@@ -193,9 +193,8 @@ class Plan:
 
     @property
     def short_hash(self) -> str:
-        """Hash of the plan's numbers, 12 hexadecimal digits, without the fingerprint."""
+        """Hash of what layers lose, 12 hexadecimal digits, without fingerprint and model losses."""
         numbers = [*(getattr(self, name) for name in _NUMBERS), ""]
-        numbers += [dataclasses.astuple(one) for one in self.model_losses]
         return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:12]
 
     @property

@@ -9,7 +9,14 @@ from pathlib import Path
 from sketchwalk_jax.cli import options, prompt
 from sketchwalk_jax.cli.errors import UsageError, usage_errors
 from sketchwalk_jax.cli.options import field
-from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
+from sketchwalk_jax.evaluation.planning import (
+    PASSAGES,
+    TASKS,
+    loss_passages,
+    make_plan,
+    measure_losses,
+    planning_prompts,
+)
 from sketchwalk_jax.evaluation.provenance import describe_machine
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.hub import checkpoint_name
@@ -76,6 +83,8 @@ class Calibrate(options.Command):
             drawn = planning_prompts(
                 tokenizer, num_tokens=num_tokens, count=self.prompts, text=source
             )
+            lengths = (num_tokens // 2, num_tokens)
+            texts = {one: loss_passages(tokenizer, num_tokens=one, text=source) for one in lengths}
         for one in drawn:
             prompt.check_tokens(one, max_new_tokens=0, model_config=model_config)
         own = fingerprint(directory)
@@ -84,14 +93,22 @@ class Calibrate(options.Command):
             directory, dtype, weights=self.weights, use_plan=False, sharding=placement
         )
 
-        with progress_bar(self.prompts, "measuring", unit=" prompts") as bar:
-            plan = make_plan(
-                params,
-                drawn,
-                model_config=model_config,
-                fingerprint=own,
-                after=lambda: bar.update(),
-            )
+        count = self.prompts + len(lengths) * PASSAGES
+        with progress_bar(count, "measuring", unit=" prompts") as bar:
+            after = lambda: bar.update()  # noqa: E731
+            plan = make_plan(params, drawn, model_config=model_config, fingerprint=own, after=after)
+            losses = [
+                measure_losses(
+                    params,
+                    texts[one],
+                    model_config=model_config,
+                    plan=plan,
+                    num_tokens=one,
+                    after=after,
+                )
+                for one in lengths
+            ]
+            plan = dataclasses.replace(plan, model_losses=tuple(itertools.chain(*losses)))
         measured = describe_machine(
             model=checkpoint_name(directory),
             prompts=self.prompts,

@@ -15,6 +15,7 @@ from sketchwalk_jax._version import __version__
 from sketchwalk_jax.cli import options
 from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import field
+from sketchwalk_jax.evaluation.calibrated_rules import layers_density
 from sketchwalk_jax.inference import compiled
 from sketchwalk_jax.inference.auto import Auto
 from sketchwalk_jax.inference.cache import init_cache
@@ -37,6 +38,7 @@ from sketchwalk_jax.policies.recommended import RecommendedConfig, planned_layer
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 _SHOWN_DENSITIES = (0.1, 0.2)
+_SHOWN_LENGTHS = (1024, 4096, 16384, 65536, 131072)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,7 +55,8 @@ class Info(options.PolicyCommand):
 
     def run(self) -> None:
         """Prints the description."""
-        config = options.make_policy(self.policy, self.preset, self.density, self.fields)
+        given = self.policy, self.preset, self.density, self.fields
+        config = options.make_policy(*given, max_kl=self.max_kl)
         directory = options.check_model(self.model)
         model_config = ModelConfig.from_pretrained(directory)
         plan, about_plan = _describe_plan(directory)
@@ -69,6 +72,7 @@ class Info(options.PolicyCommand):
             "break_even": {
                 phase: _describe_break_even(config, phase, model_config) for phase in config.phases
             },
+            "kept": _describe_kept(config, model_config),
         }
         print(json.dumps(found) if self.as_json else _to_text(found), flush=True)
 
@@ -171,7 +175,8 @@ def _describe_checkpoint(
 
 def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
     """Returns the plan if it fits, and its description: densities, or the command to run."""
-    names = "short_hash", "problem", "densities", "representatives", "losses", "advice"
+    names = ["short_hash", "problem", "densities", "representatives", "losses"]
+    names += ["model_losses", "advice"]
     about: dict[str, Any] = {"file": str(plan_path(directory))} | dict.fromkeys(names)
     try:
         plan = find_plan(directory)
@@ -187,6 +192,7 @@ def _describe_plan(directory: Path) -> tuple[Plan | None, dict[str, Any]]:
         about["representatives"][name] = [count for _, count in layers]
         equal = plan.loss([density] * plan.num_layers)
         about["losses"][name] = {"planned": plan.loss(densities), "equal": equal}
+    about["model_losses"] = [dataclasses.asdict(one) for one in plan.model_losses]
     return plan, about
 
 
@@ -216,6 +222,20 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
         return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
     names = ("tokens", "longest", "is_expected")
     return {name: getattr(found, name) for name in names} | {"problem": None}
+
+
+def _describe_kept(config: Policy, model_config: ModelConfig) -> dict[str, dict[int, float]]:
+    """Computes the density that prompts of some lengths, and tokens after them, really have."""
+    if not isinstance(config, RecommendedConfig):
+        return {}
+    lengths = [one for one in _SHOWN_LENGTHS if one <= model_config.context_length]
+    return {
+        phase: {
+            one: round(layers_density(config, model_config, num_tokens=one, phase=phase), 4)
+            for one in lengths
+        }
+        for phase in config.phases
+    }
 
 
 def _to_text(found: dict[str, Any]) -> str:
@@ -278,7 +298,13 @@ cache           {show_bytes(cache["total_bytes"])} for one sequence of {cache["t
             f"programs        {kept['number']} kept in {kept['folder']}, "
             f"{show_bytes(kept['bytes'])} of at most {show_bytes(kept['most_bytes'])}"
         )
-    return "\n".join([text.strip("\n"), programs, *([""] if pays else []), *pays])
+    kept = [f"{f'{phase} keeps':<16}{_shares(one)}" for phase, one in found["kept"].items() if one]
+    return "\n".join([text.strip("\n"), programs, *([""] if pays else []), *pays, *kept])
+
+
+def _shares(kept: dict[int, float]) -> str:
+    """Names the density of some lengths, of pairs of all layers."""
+    return ", ".join(f"{share:.2f} at {tokens:,} tokens" for tokens, share in kept.items())
 
 
 def _what_runs(implementation: str, why_not_mosaic_gpu: str | None) -> str:
@@ -305,6 +331,13 @@ def _plan_text(plan: dict[str, Any]) -> str:
             f"  loss {name:<9}{one['planned']:.3f} nats a token, added up over layers that are "
             f"sparse one at a time; {one['equal']:.3f} if all had the same density"
         )
+    rows = [["  loses in", "tokens", "density", "nats a token (most)", "same token"]]
+    for one in plan["model_losses"]:
+        nats = f"{one['kl']:.3f} ({one['most']:.3f})"
+        numbers = (f"{one['tokens']:,}", f"{one['density']:g}", nats, f"{one['same']:.3f}")
+        rows.append([f"  {one['phase']}", *numbers])
+    if len(rows) > 1:
+        lines.append(options.align(rows))
     return "\n".join(lines)
 
 

@@ -160,7 +160,8 @@ class Command(abc.ABC):
         given = {name: value for name, value in vars(self).items() if value is not None}
         fields, phase = given.get("fields"), given.get("phase", "both")
         name = given.get("policy", "sketchwalk")
-        policy = make_policy(name, given.get("preset"), given.get("density"), fields)
+        choice = name, given.get("preset"), given.get("density"), fields
+        policy = make_policy(*choice, max_kl=given.get("max_kl"))
         drawing = {name: given[name] for name in (*_DRAWING, _PENALTY) if name in given}
         sampling = make_sampling(drawing, {})
         if given.get("no_compile_cache"):
@@ -229,6 +230,13 @@ class PolicyCommand(Command):
         PRESETS[0],
     )
     density: float | None = DENSITY
+    max_kl: float | None = field(
+        "--max-kl NATS",
+        "In place of --density: loss to allow in a token's prediction, for each phase. The "
+        "sketchwalk policy then takes the least density that kept to it when the model was "
+        "calibrated, or, without that, those of other models.",
+        METHOD,
+    )
     fields: list[str] | None = field(
         "--set FIELD=VALUE",
         "Another field of the policy, such as block_size=64; may be given several times.",
@@ -285,6 +293,7 @@ def make_policy(
     preset: str | None,
     density: float | None,
     fields: Sequence[str] | None = None,
+    max_kl: float | None = None,
 ) -> Policy:
     """Makes the policy that the options name; for `auto`, the sketchwalk policy it may choose.
 
@@ -312,6 +321,11 @@ def make_policy(
             raise UsageError(
                 f"--set must name a field of {policy}, {', '.join(known)}, got {field}"
             )
+    if max_kl is not None:
+        if "max_kl" not in known or density is not None:
+            what = "--density" if density is not None else f"--policy {policy}"
+            raise UsageError(f"--max-kl must be left out with {what}, got {max_kl:g}")
+        chosen["max_kl"] = max_kl
     if density is not None and takes_density(made):
         chosen = {"density": density} | chosen
     elif density is not None and not has_threshold(made):

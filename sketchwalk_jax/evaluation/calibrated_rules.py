@@ -171,6 +171,8 @@ def fit_density(
       (0.1358, 0.2)
     """
     check_number("density", density, "(0, 1]")
+    if getattr(policy, "max_kl", None) is not None:
+        raise ValueError(f"policy must have a density, not max_kl, got {policy!r}")
 
     def at(value: float) -> Policy:
         fields: dict[str, Any] = {"density": value}

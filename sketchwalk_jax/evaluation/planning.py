@@ -35,7 +35,7 @@ from sketchwalk_jax.policies.base import Span
 from sketchwalk_jax.policies.dense import Dense
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.selection import BlockSelection
-from sketchwalk_jax.sharding import choose_mixture, on_every_rank, placement_of
+from sketchwalk_jax.sharding import choose_mixture, on_every_rank, placement_of, whole_batch
 from sketchwalk_jax.text.haystack import HELD_OUT, Text, draw_passages, prompt_rng, read_text
 from sketchwalk_jax.validation import check_integer
 from sketchwalk_jax.walk import WalkState
@@ -363,9 +363,10 @@ def measure_losses(
     found: dict[tuple[str, float], list[tuple[float, float]]] = {}
     room = -(-num_tokens // plain.policy.block_size) * plain.policy.block_size
     for passage in passages:
-        tokens = jnp.asarray(np.pad(passage, (0, room - len(passage)))[None], jnp.int32)
-        own = jnp.asarray(passage[None, -_LAST_TOKENS:], jnp.int32)
-        end = jnp.array([len(passage) - 1], jnp.int32)  # nothing follows the last token
+        rows = np.ones((whole_batch(1, where), 1), np.int32)  # all ranks get the same text
+        tokens = jnp.asarray(rows * np.pad(passage, (0, room - len(passage))), jnp.int32)
+        own = jnp.asarray(rows * passage[-_LAST_TOKENS:], jnp.int32)
+        end = jnp.asarray(rows[:, 0] * (len(passage) - 1), jnp.int32)  # nothing follows the last
         start = end + 1 - _LAST_TOKENS
         columns = start[:, None] + jnp.arange(_LAST_TOKENS - 1, dtype=jnp.int32)[None]
         exact, _ = _read(params, tokens, end, columns, settings=plain)
@@ -388,7 +389,7 @@ def measure_losses(
             _, kl, same, _ = compare_program(
                 params, dense, held, own, numbers, plain=plain, settings=decodes
             )
-            found.setdefault(("decode", density), []).append((_mean(kl), _mean(same)))
+            found.setdefault(("decode", density), []).append((_mean(kl[0]), _mean(same[0])))
         after()
     losses = []
     for (phase, density), each in found.items():
@@ -402,14 +403,14 @@ def measure_losses(
 @partial(jax.jit, static_argnames="settings")
 def _read(
     params: PyTree,
-    tokens: Int[Array, "1 T"],
-    lengths: Int[Array, "1"],
-    columns: Int[Array, "1 C"],
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    columns: Int[Array, "B C"],
     numbers: PyTree = None,
     *,
     settings: Settings,
 ) -> tuple[Float[Array, "C V"], Cache]:
-    """Reads a text into a new cache; returns the logits after some columns, and the cache."""
+    """Reads a text into a new cache; returns the first row's logits, and the cache."""
     settings = settings.with_numbers(numbers)
     hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
     return unembed(params, hidden[0], model_config=settings.model_config), cache

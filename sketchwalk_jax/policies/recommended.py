@@ -143,6 +143,7 @@ class RecommendedConfig(ScorePolicy):
             raise ValueError(f"plan must be a Plan or None, got {describe(self.plan)}")
         if self.max_kl is not None:
             check_number("max_kl", self.max_kl, "(0, inf)")
+            object.__setattr__(self, "max_kl", float(self.max_kl))
             used = [one for phase in PHASES for _, one in self.least_densities(phase)]
             object.__setattr__(self, "density", min(used))
         super().__post_init__()

@@ -3,14 +3,22 @@
 import dataclasses
 
 import checkpoints
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from variants import slow_unless
 
+import sketchwalk_jax as sw
 from sketchwalk_jax import SketchWalkConfig, generate
 from sketchwalk_jax.evaluation.calibrated_rules import fit_density, layers_density
-from sketchwalk_jax.evaluation.planning import TASKS, make_plan, planning_prompts
+from sketchwalk_jax.evaluation.planning import (
+    TASKS,
+    make_plan,
+    measure_losses,
+    planning_prompts,
+)
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.recommended import RecommendedConfig
 from sketchwalk_jax.text.tokenizer import load_tokenizer
@@ -63,6 +71,28 @@ def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, den
     # The density that is predicted without a prompt equals the measured one.
     expected = layers_density(policy, MODEL, num_tokens=2048, phase="prefill")
     assert by_layer.mean() == pytest.approx(expected, abs=1e-3)
+
+
+def test_losses_of_a_model_fall_with_the_density(plan):
+    """A plain forward pass loses the same in prefill."""
+    tokens, model = tiny.prompts(2304)[0], dataclasses.replace(MODEL, plan=plan)
+    weights, densities = tiny.params(model=MODEL), (0.05, 1.0)
+    given = {"model_config": model, "plan": plan, "num_tokens": 2304, "densities": densities}
+    found = measure_losses(weights, [tokens[0], tokens[0, :2250]], **given)
+    wanted = [(phase, density) for phase in ("prefill", "decode") for density in densities]
+    assert [(one.phase, one.density) for one in found] == wanted
+    for sparse, dense in (found[:2], found[2:]):
+        assert sparse.most >= sparse.kl > 100 * dense.kl and dense.most < 1e-6
+        assert sparse.same <= dense.same == 1.0 and sparse.tokens == 2304
+    policy = RecommendedConfig(density=0.05, plan=plan)
+    logits = [
+        sw.forward(weights, tokens[:1], model_config=model, policy=one)[0, -64:-1]
+        for one in (sw.Dense(), policy)
+    ]
+    exact, other = (jax.nn.log_softmax(one) for one in logits)
+    kl = float(jnp.mean(jnp.sum(jnp.exp(exact) * (exact - other), axis=-1)))
+    (alone, *_) = measure_losses(weights, tokens[:1], **given)
+    assert alone.kl == pytest.approx(kl, rel=1e-2) and alone.most == alone.kl
 
 
 def test_a_density_is_fitted_with_the_plan():

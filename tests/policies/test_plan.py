@@ -15,11 +15,20 @@ from gguf_checkpoints import write_gguf
 from hypothesis import given
 
 from sketchwalk_jax import Auto, SketchWalkConfig, generate, make_generate, stream
+from sketchwalk_jax.evaluation.calibrated_rules import fit_density
 from sketchwalk_jax.models import ModelConfig, load, save
 from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import fingerprint
-from sketchwalk_jax.plan import Plan, plan_path
+from sketchwalk_jax.plan import (
+    PHASES,
+    TYPICAL_LOSSES,
+    Loss,
+    Plan,
+    least_densities,
+    plan_path,
+)
 from sketchwalk_jax.policies import by_name, changed_fields, with_plan
+from sketchwalk_jax.policies.recommended import page_budget
 
 # The first layer needs most, the second nothing; the third's errors are not convex.
 PLAN = Plan(
@@ -29,6 +38,16 @@ PLAN = Plan(
     representatives=(4, 8, 16),
     misses=((0.4, 0.2, 0.19), (0.1, 0.1, 0.1), (0.3, 0.31, 0.01)),
 )
+LOSSES = tuple(
+    Loss(phase, tokens, density, kl / 2, kl, 0.9)
+    for phase, tokens, curve in (
+        ("prefill", 1024, {0.1: 0.5, 0.2: 0.09, 0.4: 0.01}),
+        ("prefill", 2048, {0.1: 0.03, 0.2: 0.02, 0.4: 0.001}),
+        ("decode", 1024, {0.1: 0.02, 0.2: 0.03, 0.4: 0.01}),  # not falling: 0.1 is luck
+    )
+    for density, kl in curve.items()
+)
+KNOWN = dataclasses.replace(PLAN, model_losses=LOSSES)
 TWO_LAYERS = tiny.plan((0.1, 0.5), (0.5, 0.1), (0.02, 0.01))
 MEASURED = {"prompts": 2}
 
@@ -137,17 +156,22 @@ def test_numbers_that_are_no_plan_are_refused(fields, message):
 
 def test_a_plan_comes_back_from_its_file(tmp_path):
     path = tmp_path / "plan.json"
-    plan = dataclasses.replace(PLAN, fingerprint="ab" * 32)
+    plan = dataclasses.replace(KNOWN, fingerprint="ab" * 32)
     plan.write(path, measured=MEASURED)
     assert Plan.read(path) == plan
     assert json.loads(path.read_text())["measured"] == MEASURED
     assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]
+    path.write_text(damaged())  # written before models' losses were measured
+    assert Plan.read(path).model_losses == ()
 
 
 def test_plans_of_the_same_numbers_have_one_short_hash():
     other = dataclasses.replace(PLAN, fingerprint="ab" * 32)
     assert PLAN.short_hash == other.short_hash != TWO_LAYERS.short_hash
     assert len(PLAN.short_hash) == 12
+
+
+LOSS = {"phase": "decode", "tokens": 8, "density": 0.1, "kl": 0.1, "most": 0.1, "same": 1.0}
 
 
 def damaged(**entries):
@@ -170,6 +194,12 @@ def damaged(**entries):
         (damaged(densities=[["a"]]), "must be a plan that"),
         (damaged(format_version=2), "a newer sketchwalk_jax may read it"),
         (damaged(densities=[[2.0]]), r"must be in \(0, 1\)"),
+        (damaged(model_losses=[{}]), "must be a plan that"),
+        (damaged(model_losses=3), "must be a plan that"),
+        (damaged(model_losses=[LOSS | {"density": 0}]), "a loss must have"),
+        (damaged(model_losses=[LOSS | {"phase": "both"}]), "a loss must have"),
+        (damaged(model_losses=[LOSS | {"most": float("nan")}]), "a loss must have"),
+        (damaged(model_losses=[LOSS | {"kl": "0.1"}]), "a loss must have"),
     ],
 )
 @pytest.mark.unchecked
@@ -296,6 +326,71 @@ def test_a_plan_of_other_layers_or_no_plan_is_refused_in_a_configuration(tmp_pat
         dataclasses.replace(model_config, plan={"densities": []})
     planned = dataclasses.replace(model_config, plan=TWO_LAYERS)
     assert hash(planned) != hash(model_config) and planned != model_config
+
+
+# The loss that a user allows.
+
+
+def test_rows_take_the_least_density_that_keeps_to_a_loss():
+    for max_kl, prefill, decode in (
+        (0.1, ((0, 0.2), (2048, 0.1)), ((0, 0.1),)),
+        (0.025, ((0, 0.4), (2048, 0.2)), ((0, 0.4),)),
+        (0.005, ((0, 1.0), (2048, 0.4)), ((0, 1.0),)),
+        (9, ((0, 0.1),), ((0, 0.1),)),  # an integer
+    ):
+        policy = SketchWalkConfig.recommended(max_kl=max_kl, plan=KNOWN, min_tokens=1)
+        assert policy.least_densities("prefill") == prefill
+        assert policy.least_densities("decode") == decode
+        assert policy.density == min(density for _, density in (*prefill, *decode))
+        for phase, size in (("prefill", 64), ("decode", 16)):
+            is_token, rows = phase == "decode", 4096 // size
+            found = policy.budgets(rows, is_token=is_token)
+            begins = np.arange(rows) * size
+            for start, density in policy.least_densities(phase):
+                ends = [x for x, _ in policy.least_densities(phase) if x > start]
+                some = (begins >= start) & (begins < min(ends, default=4096))
+                shares = KNOWN.share_density(density)
+                sink, local = policy.forced
+                least = {"pages": size // 16, "least": sink + (4 if is_token else local)}
+                # Layers that are dense at the least density are dense at all.
+                sparse = [i for i in range(3) if not policy.is_dense(i)]
+                want = [page_budget(rows, density=shares[i], **least)[some] for i in sparse]
+                assert sparse or policy.density == 1.0
+                assert not sparse or np.array_equal(found[:, some], want)
+
+
+def test_a_loss_without_a_measurement_is_that_of_other_models():
+    policy = SketchWalkConfig.recommended(max_kl=0.05)
+    assert policy.least_densities("decode") == least_densities(TYPICAL_LOSSES, 0.05, "decode")
+    assert with_plan(policy, PLAN).least_densities("decode") == policy.least_densities("decode")
+    assert with_plan(policy, KNOWN).least_densities("decode") == ((0, 0.1),)
+    strict, loose = (
+        [one for phase in PHASES for _, one in least_densities(TYPICAL_LOSSES, kl, phase)]
+        for kl in (1e-6, 10.0)
+    )
+    assert min(strict) > min(loose)
+    assert least_densities((), 0.5, "prefill") == ((0, 1.0),)
+
+
+@pytest.mark.unchecked
+def test_a_loss_and_a_density_exclude_each_other():
+    with pytest.raises(ValueError, match="density must be left out with max_kl"):
+        SketchWalkConfig.recommended(max_kl=0.1, density=0.1)
+    for wrong in (0, -1.0, float("nan"), "0.1", True):
+        with pytest.raises(ValueError, match="max_kl must"):
+            SketchWalkConfig.recommended(max_kl=wrong)
+    policy = SketchWalkConfig.recommended(max_kl=0.1)
+    with pytest.raises(ValueError, match="not max_kl"):
+        fit_density(policy, tiny.MODEL, density=0.1, num_tokens=4096, phase="prefill")
+
+
+def test_programs_do_not_know_the_allowed_loss():
+    made = [
+        SketchWalkConfig.recommended(max_kl=kl, plan=KNOWN, min_tokens=64).for_program(3, 64)
+        for kl in (0.1, 0.025)
+    ]
+    assert made[0][0] == made[1][0]
+    assert (made[0][1]["prompt"] < made[1][1]["prompt"]).any()
 
 
 # Runs with a plan.
