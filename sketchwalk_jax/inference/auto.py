@@ -238,6 +238,9 @@ class Auto:
             if is_spread:
                 found = "no measurement on several devices"
             pays = None if isinstance(found, str) else found.pays(lengths[one])
+            if isinstance(policy, RecommendedConfig) and policy.is_dense_in(one):
+                reasons.append(f"{one} dense: no density keeps to max_kl {policy.max_kl:g}")
+                continue
             if pays is not False:
                 sparse.append(one)
             how = "dense" if pays is False else "sparse"

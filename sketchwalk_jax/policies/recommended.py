@@ -354,6 +354,11 @@ class RecommendedConfig(ScorePolicy):
         found = own if numbers is None else numbers["token" if is_token else "prompt"]
         return found, int(own.max())
 
+    def is_dense_in(self, phase: str) -> bool:
+        """Whether `max_kl` leaves no position of a phase sparse."""
+        own = self.max_kl is not None
+        return own and all(one == 1.0 for _, one in self.least_densities(phase))
+
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """Returns the walk before the first sparse layer."""
         return WalkState.zeros(batch, num_rows, num_blocks * self.pages)

@@ -165,6 +165,15 @@ def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, monkeyp
     assert choice.phase != "prefill" and "prefill dense: 20 tokens" in choice.reasons[0]
 
 
+def test_a_loss_that_no_density_keeps_to_is_dense():
+    policy = sw.SketchWalkConfig.recommended(max_kl=0.1)
+    found = Auto(policy, ()).choose(MODEL, batch=1, tokens=2**20)
+    assert what(found) == ("sparse", "decode")
+    assert found.reasons[0] == "prefill dense: no density keeps to max_kl 0.1"
+    strict = dataclasses.replace(policy, max_kl=1e-6)
+    assert what(Auto(strict, ()).choose(MODEL, batch=1, tokens=2**20)) == ("dense", "both")
+
+
 def test_room_for_later_turns_counts_like_tokens():
     """Later turns continue with the policy of the first one."""
     weights, (prompt, _) = params(), prompts(40)
