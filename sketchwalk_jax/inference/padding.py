@@ -15,6 +15,7 @@ from sketchwalk_jax.validation import check_integers, describe
 
 _LONG = 2**16  # the class from which classes double
 
+
 def new_token_room(max_new_tokens: int) -> int:
     """Returns the room for new tokens: `max_new_tokens` rounded up to 256, 512, 1024, and so on.
 
