@@ -28,12 +28,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.attention.xla import vary_alike
 from sketchwalk_jax.models.config import ModelConfig
+from sketchwalk_jax.models.norm import rms_norm
 from sketchwalk_jax.models.params import EXPERTS, QUANTIZED
 from sketchwalk_jax.models.quantized import refuse_gradients
 from sketchwalk_jax.pallas_kernels.config import GROUP_ROWS, KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_matmul.api import choose_decode_matmul
 from sketchwalk_jax.pallas_kernels.decode_matmul.groups import Groups
 from sketchwalk_jax.pallas_kernels.expert_matmul.api import (
+    choose_experts,
     grouped_matmul,
     grouped_swiglu,
     why_not_grouped_matmul,
@@ -210,11 +212,12 @@ def mixture(
     model_config: ModelConfig,
     kernel_config: KernelConfig | None = None,
     axis_name: str | None = None,
+    scale: Float[Array, "D"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes `y` of the module docstring.
 
     Args:
-      x: The normalised input.
+      x: The input, normalised unless there is a `scale`.
       is_token: Whether a row is a token; other rows choose no expert and get 0. `None` for all.
       stacks: Parameters of all layers.
       layer: Index of the layer among those with experts.
@@ -222,6 +225,7 @@ def mixture(
       kernel_config: Settings of the kernels, or `None` for XLA.
       axis_name: Under `shard_map`, the mesh axis whose ranks share the width M of each expert; they
         sum their results in float32. `None` if this rank has whole experts.
+      scale: Scale of the norm that the input goes through first, or `None` for no norm.
 
     Returns:
       `y` in the type of `x`.
@@ -242,9 +246,19 @@ def mixture(
       ['62.8', '0.0']
     """
     count, k = model_config.num_experts, model_config.experts_per_token
-    rows, has_kernels = x.reshape(-1, x.shape[-1]), kernel_config is not None
-    # Its kernel has no derivative, and prompts may be differentiated.
+    # These kernels have no derivative, and prompts may be differentiated.
     step = kernel_config if x.shape[1] == 1 else None
+    has_kernels = kernel_config is not None
+    if step is not None and group_size(k * len(x), count, has_kernels=True) == 1:
+        mask = None if is_token is None else is_token[:, 0]
+        sizes = {"kernel_config": step, "model_config": model_config}
+        alone = _sum_of_single_pairs(x[:, 0], mask, stacks, layer, scale=scale, **sizes)
+        if alone is not None:
+            alone = alone if axis_name is None else jax.lax.psum(alone, axis_name)
+            return alone.astype(x.dtype)[:, None]
+    if scale is not None:
+        x = rms_norm(x, scale, eps=model_config.rms_norm_eps)
+    rows = x.reshape(-1, x.shape[-1])
     router = stacks["router"]["kernel"]
     options: dict[str, Any] = {"model_config": model_config, "kernel_config": step}
     weights, experts = route(rows, router, layer, **options)
@@ -272,6 +286,55 @@ def mixture(
         return run(rows, weights, experts).reshape(x.shape)
     split = [one.reshape(parts, -1, one.shape[1]) for one in (rows, weights, experts)]
     return jax.lax.map(lambda one: run(*one), tuple(split)).reshape(x.shape)
+
+
+def _sum_of_single_pairs(
+    x: Float[Array, "T D"],
+    is_token: Bool[Array, "T"] | None,
+    stacks: Mapping[str, PyTree],
+    layer: Int[Array, ""],
+    *,
+    scale: Float[Array, "D"] | None,
+    model_config: ModelConfig,
+    kernel_config: KernelConfig,
+) -> Float[Array, "T D"] | None:
+    """Computes `y` of so few tokens that each pair is a group, or `None` without kernels for it.
+
+    On a GPU, a launch costs as much as the router's product: nothing is sorted, and rows are not
+    copied for each of their experts. Rows are multiplied by the norm's scale only. The root, which
+    one kernel computes along with the choice, divides sums.
+    """
+    k, rows = model_config.experts_per_token, x
+    if scale is not None:
+        rows = (x.astype(jnp.float32) * scale[None].astype(jnp.float32)).astype(x.dtype)
+    chosen = choose_experts(
+        x,
+        rows,
+        stacks["router"]["kernel"],
+        layer,
+        is_token,
+        chosen=k,
+        eps=None if scale is None else model_config.rms_norm_eps,
+        sums_chosen=model_config.norm_topk_prob,
+        kernel_config=kernel_config,
+    )
+    if chosen is None:
+        return None
+    weights, matrix, root = chosen
+    matrices = Groups(matrix.reshape(-1), jnp.full((), matrix.size, jnp.int32))
+    roots = None if scale is None else jnp.repeat(root, k)[:, None, None]
+    own = {name: stacks[name] for name in NAMES}
+    found = _multiply_few(kernel_config, rows[:, None], own, matrices, roots)
+    if found is None:
+        return None
+    total = _weigh(weights, found.reshape(*weights.shape, -1))
+    return total if is_token is None else jnp.where(is_token[:, None], total, 0)
+
+
+def _weigh(weights: Float[Array, "T k"], found: Float[Array, "T k D"]) -> Float[Array, "T D"]:
+    """Adds up weighted outputs. Written out, the sum needs no launch of its own on a GPU."""
+    each = [weights[:, j, None] * found[:, j] for j in range(weights.shape[1])]
+    return functools.reduce(jnp.add, each)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -307,30 +370,33 @@ def _sum_with_kernels(
     """Computes `_sum_of_groups` with kernels, or returns `None` if there are none for the input."""
     k = weights.shape[1]
     rows = x.at[groups.pair // k].get(mode="fill", fill_value=0)
-    is_few = groups.pair.shape[1] <= FEW_ROWS
-    multiply = _multiply_few if is_few else _multiply_many
-    found = multiply(kernel_config, rows, stacks, layer, groups)
+    if groups.pair.shape[1] <= FEW_ROWS:
+        count = jax.tree.leaves(stacks)[0].shape[1]
+        matrices = Groups(layer * count + groups.expert, groups.used)
+        found = _multiply_few(kernel_config, rows, stacks, matrices)
+    else:
+        found = _multiply_many(kernel_config, rows, stacks, layer, groups)
     if found is None:
         return None
     # Groups that are not used are undefined, and no pair has its place there.
     found = found.reshape(-1, found.shape[-1]).at[groups.place].get(mode="fill", fill_value=0)
     found = found.reshape(*weights.shape, -1).astype(jnp.float32)
-    # Sums written out, here and in `route`, need no launch of their own for a token on a GPU.
-    return functools.reduce(jnp.add, [weights[:, j, None] * found[:, j] for j in range(k)])
+    return _weigh(weights, found)
 
 
 def _multiply_few(
     kernel_config: KernelConfig,
-    rows: Float[Array, "G R D"],
+    rows: Float[Array, "N R D"],
     stacks: Mapping[str, PyTree],
-    layer: Int[Array, ""],
-    groups: ExpertGroups,
+    matrices: Groups,
+    roots: Float[Array, "G 1 1"] | None = None,
 ) -> Float[Array, "G R D"] | None:
-    """Runs the experts of few pairs; the kernel reads the weights of chosen experts in place."""
+    """Runs the experts of few pairs; the kernel reads the weights of chosen experts in place.
+
+    With `roots`, these are still to be multiplied with the products of `rows`.
+    """
     is_quantized = "quantized" in stacks[NAMES[0]]
     kernel = choose_decode_matmul(are_quantized=is_quantized)
-    count = jax.tree.leaves(stacks)[0].shape[1]
-    matrices = Groups(layer * count + groups.expert, groups.used)
 
     def arguments(names: tuple[str, ...]) -> tuple[list[Array], dict[str, Any]]:
         flat = [jax.tree.map(_join_stack, stacks[name]) for name in names]
@@ -342,13 +408,15 @@ def _multiply_few(
     wide, wide_options = arguments(NAMES[:2])
     narrow, narrow_options = arguments(NAMES[2:])
     width = narrow[0].shape[2 if is_quantized else 1]
-    like = jax.ShapeDtypeStruct((*rows.shape[:2], width), rows.dtype)
+    like = jax.ShapeDtypeStruct((len(matrices.matrix), rows.shape[1], width), rows.dtype)
     if kernel.why_not(rows, wide, None, **wide_options) or kernel.why_not(
         like, narrow, None, **narrow_options
     ):
         return None
     interpret = kernel_config.interpret
     gate, up = kernel.multiply(rows, wide, matrices, interpret=interpret, **wide_options)
+    if roots is not None:
+        gate, up = gate * roots, up * roots
     hidden = (jax.nn.silu(gate) * up).astype(rows.dtype)
     return kernel.multiply(hidden, narrow, matrices, interpret=interpret, **narrow_options)[0]
 

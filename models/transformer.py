@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.experts import mixture, num_parts
+from sketchwalk_jax.models.norm import rms_norm
 from sketchwalk_jax.models.params import EXPERTS, MLP
 from sketchwalk_jax.models.quantized import SwigluQuantize, multiply_gated, multiply_quantized
 from sketchwalk_jax.models.rope import rope_cos_sin, rotate
@@ -33,15 +34,6 @@ Multiply = Callable[..., list[Array] | None]
 Mix = Callable[..., Array]
 
 
-def rms_norm(
-    x: Float[Array, "*lead D"], scale: Float[Array, "D"], *, eps: float
-) -> Float[Array, "*lead D"]:
-    """Computes `x / sqrt(mean(x²) + eps)` in float32, casts it back, and multiplies by `scale`."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
     """The parameters of one layer inside the stacks of all layers.
@@ -56,7 +48,8 @@ class LayerWeights:
         copies, but does not before float8 products of cuBLAS.
       swiglu_quantize: A kernel for the SwiGLU between the mlp's float8 products, or `None` for
         XLA.
-      mix: The layer's mixture of experts, `(x, is_token) -> y`; `None` in a model without.
+      mix: The layer's mixture of experts, `(x, is_token, scale=...) -> y`; `None` in a model
+        without.
       dense: In a model that has both, the layer's ordinary mlp, and whether the layer has it.
     """
 
@@ -65,7 +58,7 @@ class LayerWeights:
     eps: float
     multiply: Multiply | None
     swiglu_quantize: SwigluQuantize | None = None
-    mix: Callable[[Array, Array | None], Array] | None = None
+    mix: Mix | None = None
     dense: "tuple[LayerWeights, Bool[Array, '']] | None" = None
 
     def norm(self, x: Array, name: str) -> Array:
@@ -143,7 +136,7 @@ class LayerWeights:
         if (mix := self.mix) is not None:
 
             def run_experts(x: Array) -> Array:
-                return mix(self.norm(x, "mlp_norm"), is_token)
+                return mix(x, is_token, scale=self._own(self.stacks["mlp_norm"]["scale"]))
 
             if self.dense is None:
                 return run_experts(x)

@@ -592,6 +592,7 @@ def mixture_on_ranks(
     *,
     model_config: ModelConfig,
     placement: Placement,
+    scale: Float[Array, "D"] | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Float[Array, "B T D"]:
     """`mixture`, where each rank has its own tokens and its part of the width M of all experts.
@@ -602,13 +603,13 @@ def mixture_on_ranks(
     The arguments other than `placement` are those of `mixture`.
     """
     rows = placement.sharding(*placement.dividing(x.shape[:2])).spec
+    options: dict[str, Any] = {
+        "model_config": model_config,
+        "kernel_config": kernel_config,
+        "axis_name": "tensor" if placement.size("tensor") > 1 else None,
+    }
     return jax.shard_map(
-        functools.partial(
-            mixture,
-            model_config=model_config,
-            kernel_config=kernel_config,
-            axis_name="tensor" if placement.size("tensor") > 1 else None,
-        ),
+        lambda *given: mixture(*given[:-1], scale=given[-1], **options),
         mesh=placement.mesh,
         in_specs=(
             rows,
@@ -618,10 +619,11 @@ def mixture_on_ranks(
                 for name, own in stacks.items()
             },
             PartitionSpec(),
+            PartitionSpec(),
         ),
         out_specs=rows,
         check_vma=False,
-    )(x, is_token, stacks, layer)
+    )(x, is_token, stacks, layer, scale)
 
 
 def choose_mixture(placement: Placement | None, kernel_config: KernelConfig | None = None) -> Mix:

@@ -43,6 +43,7 @@ from jaxtyping import Array, Float, Int
 from sketchwalk_jax.pallas_kernels.decode_matmul.groups import (
     Groups,
     check_groups,
+    num_groups,
     operands,
     why_not_groups,
 )
@@ -75,6 +76,7 @@ class _Tiling:
     Attributes:
       has_groups: Whether rows come in groups, each with its own matrix.
       groups: Number of groups; 1 if all rows have one layer.
+      sharing: Groups in a row that have the same rows.
       rows: Rows of a group.
       starts: Index of each weight array's first 64 columns, in units of 64, then their number.
       steps: Steps along the inputs.
@@ -83,24 +85,25 @@ class _Tiling:
 
     has_groups: bool
     groups: int
+    sharing: int
     rows: int
     starts: tuple[int, ...]
     steps: int
     own_steps: int
 
     @classmethod
-    def of(cls, x: Any, kernels: Sequence[Any]) -> "_Tiling":
+    def of(cls, x: Any, kernels: Sequence[Any], groups: int) -> "_Tiling":
         """Returns the tiling for these rows and weights."""
         starts = [0]
         for one in kernels:
             starts.append(starts[-1] + one.shape[2] // _COLUMNS)
         steps = x.shape[-1] // _INPUTS
-        groups = x.shape[0] if x.ndim == 3 else 1
         wanted = -(-_PROGRAMS // (groups * -(-starts[-1] // row_ops.WARPS)))
         parts = max(1, min(steps // _LEAST_STEPS, wanted))
         return cls(
             has_groups=x.ndim == 3,
             groups=groups,
+            sharing=groups // x.shape[0] if x.ndim == 3 else 1,
             rows=x.shape[-2],
             starts=tuple(starts),
             steps=steps,
@@ -146,7 +149,8 @@ def _multiply_interpreted(
     is_there = inputs < x.shape[1]
     inputs = jnp.minimum(inputs, x.shape[1] - 1)
     own_rows = pl.ds(group * tiling.rows, tiling.rows)
-    rows = jnp.where(is_there, jnp.take(x[own_rows], inputs, axis=1).astype(jnp.float32), 0)
+    given = x[pl.ds(jax.lax.div(group, tiling.sharing) * tiling.rows, tiling.rows)]
+    rows = jnp.where(is_there, jnp.take(given, inputs, axis=1).astype(jnp.float32), 0)
     for warp in range(row_ops.WARPS):
         own = tile * row_ops.WARPS + warp
         ends = zip(tiling.starts, tiling.starts[1:], sources, targets, strict=False)
@@ -192,9 +196,10 @@ class _Warp:
             self._is_there = arith.andi(self._is_there, is_used)
             self._count = arith.select(self._is_there, self._count, _int(0))
         # The group's first row in `x` and in the results.
-        self._first_row = arith.muli(group, _int(tiling.rows))
+        given = arith.divui(group, _int(tiling.sharing))
+        self._first_row = arith.muli(given, _int(tiling.rows))
         own_part = arith.muli(part, _int(tiling.groups * tiling.rows))
-        self._first_result = arith.addi(own_part, self._first_row)
+        self._first_result = arith.addi(own_part, arith.muli(group, _int(tiling.rows)))
         # Addresses of the matrix and of the results, in the array that the columns belong to.
         self._own: list[ir.Value] = []
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -338,7 +343,7 @@ def why_not_decode_matmul(
 
 
 def decode_matmul_kernel(
-    x: Float[Array, "*G R D"],
+    x: Float[Array, "*N R D"],
     kernels: Sequence[Float[Array, "L D _"]],
     layer: Int[Array, ""] | Groups,
     *,
@@ -356,7 +361,7 @@ def decode_matmul_kernel(
       x: Rows `[B, D]` or groups of rows `[G, R, D]` in bfloat16 or float16, at most `MOST_ROWS`
         (of each group).
       kernels: Weights of all layers in the same type; `D` and each `F` are multiples of 64.
-      layer: The layer; for groups of rows, the matrix of each.
+      layer: The layer; for groups of rows, the matrix of each. Several groups may share rows.
       scale: `g` of all layers, in the same type; `None` for no norm. Groups must have none.
       eps: Constant that the norm adds to the mean of squares.
       is_transposed: Must be `False`.
@@ -374,20 +379,35 @@ def decode_matmul_kernel(
     )
     if reason is not None:
         raise ValueError(f"x and kernels must fit the kernel: {reason}")
-    check_groups(x, layer)
-    tiling = _Tiling.of(x, kernels)
-    rows, inverse = x.reshape(-1, x.shape[-1]), None
+    rows, inverse = x, None
     if scale is not None:
         assert not isinstance(layer, Groups)  # refused above
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
         rows = (wide * scale[layer][None].astype(jnp.float32)).astype(x.dtype)
-    parts = tiling.grid[-1]
-    found = ops.kernel(
+    found = decode_matmul_parts(rows, kernels, layer, interpret=interpret)
+    shape = *([num_groups(layer)] if x.ndim == 3 else []), x.shape[-2], -1
+    sums = [jnp.sum(one, axis=0).reshape(shape) for one in found]
+    return sums if inverse is None else [one * inverse for one in sums]
+
+
+def decode_matmul_parts(
+    x: Float[Array, "*N R D"],
+    kernels: Sequence[Float[Array, "L D _"]],
+    layer: Int[Array, ""] | Groups,
+    *,
+    interpret: bool = False,
+) -> list[Float[Array, "P B _"]]:
+    """Returns the parts of the sums of `decode_matmul_kernel`, without a norm, of all rows.
+
+    The arguments are those of `decode_matmul_kernel`.
+    """
+    check_groups(x, layer)
+    tiling = _Tiling.of(x, kernels, num_groups(layer))
+    shape = tiling.grid[-1], tiling.groups * tiling.rows
+    found: list[Array] = ops.kernel(
         functools.partial(_multiply, tiling=tiling),
-        out_type=[
-            jax.ShapeDtypeStruct((parts, len(rows), one.shape[2]), jnp.float32) for one in kernels
-        ],
+        out_type=[jax.ShapeDtypeStruct((*shape, one.shape[2]), jnp.float32) for one in kernels],
         grid=tiling.grid,
         grid_names=("group", "tile", "part"),
         compiler_params=ops.compiler_params(
@@ -395,6 +415,5 @@ def decode_matmul_kernel(
         ),
         interpret=interpret,
         kernel_name="decode_matmul_kernel",
-    )(rows, *operands(layer), *kernels)
-    sums = [jnp.sum(one, axis=0).reshape(*x.shape[:-1], -1) for one in found]
-    return sums if inverse is None else [one * inverse for one in sums]
+    )(x.reshape(-1, x.shape[-1]), *operands(layer), *kernels)
+    return found

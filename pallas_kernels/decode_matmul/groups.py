@@ -10,7 +10,8 @@ class Groups(NamedTuple):
     """The matrix of each group of rows.
 
     Attributes:
-      matrix: Index of each group's matrix in the stack, int32 `[G]`.
+      matrix: Index of each group's matrix in the stack, int32 `[G]`. If there are `G / n` groups of
+        rows, `n` groups in turn share the rows of one, so a token's row needs no copies.
       used: Number of groups in use, int32 `[]`. Later groups read no weights, and their results are
         undefined.
     """
@@ -43,10 +44,15 @@ def why_not_groups(x: Any, scale: Any, *, most_rows: int) -> str | None:
 
 
 def check_groups(x: Any, layer: Int[Array, ""] | Groups) -> None:
-    """Raises `ValueError` unless `x` is `[G, R, D]` with `Groups`, or `[B, D]` with a layer."""
-    shape = layer.matrix.shape if isinstance(layer, Groups) else ()
-    if x.shape[:-2] != shape:
+    """Raises `ValueError` unless `x` is `[B, D]` with a layer, or `[G / n, R, D]` with `Groups`."""
+    shape, own = layer.matrix.shape if isinstance(layer, Groups) else (), x.shape[:-2]
+    if len(own) != len(shape) or any(many % one for many, one in zip(shape, own, strict=True)):
         raise ValueError(
-            "x must be [B, D] with a layer, or [G, R, D] with Groups of [G] matrices, got "
+            "x must be [B, D] with a layer, or [G / n, R, D] with Groups of [G] matrices, got "
             f"{x.shape} with matrices {shape}"
         )
+
+
+def num_groups(layer: Int[Array, ""] | Groups) -> int:
+    """Returns the number of groups of rows; 1 if all rows have one layer."""
+    return layer.matrix.shape[0] if isinstance(layer, Groups) else 1

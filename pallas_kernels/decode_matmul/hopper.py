@@ -60,6 +60,7 @@ from sketchwalk_jax.pallas_kernels.decode_matmul import dequantize, operand_spli
 from sketchwalk_jax.pallas_kernels.decode_matmul.groups import (
     Groups,
     check_groups,
+    num_groups,
     operands,
     why_not_groups,
 )
@@ -99,6 +100,7 @@ class Tiling:
       depth: Inputs per tile.
       has_groups: Whether rows come in groups, each with its own matrix.
       groups: Number of groups; 1 if all rows have one layer.
+      sharing: Groups in a row that have the same rows.
       rows: Rows of a group, rounded up to a multiple of eight.
       num_rows: `rows`, or the number of rows if that is less than eight.
       starts: Index of each weight array's first 64 columns, in units of 64, then their number.
@@ -114,6 +116,7 @@ class Tiling:
     depth: int
     has_groups: bool
     groups: int
+    sharing: int
     rows: int
     num_rows: int
     starts: tuple[int, ...]
@@ -285,7 +288,8 @@ class _Program:
             target = self._rows.at[slot]
             group, tile = self._group_of(tile)
             matrix = self._matrix[group] if tiling.has_groups else self._layer
-            rows = self._x.at[self._rows_of(group)]
+            shared = jax.lax.div(group, tiling.sharing) if tiling.has_groups else 0
+            rows = self._x.at[self._rows_of(shared)]
             for piece in range(0, tiling.depth, tiling.piece):
                 source, where = pl.ds(start + piece, tiling.piece), pl.ds(piece, tiling.piece)
                 whole = tiling.piece == tiling.depth
@@ -451,10 +455,9 @@ class _WidenedProgram(_Program):
         return found
 
 
-def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
-    """Returns the tiling for rows and weights, which are arrays or abstract shapes."""
+def tile(x: Any, kernels: Sequence[Any], groups: int, *, has_norm: bool) -> Tiling:
+    """Returns the tiling for rows, weights (arrays or abstract shapes), and a number of groups."""
     *_, num_rows, num_inputs = x.shape
-    groups = x.shape[0] if x.ndim == 3 else 1
     rows = -(-num_rows // _LEAST_ROWS) * _LEAST_ROWS
     starts = [0]
     for one in kernels:
@@ -471,6 +474,7 @@ def tile(x: Any, kernels: Sequence[Any], *, has_norm: bool) -> Tiling:
             depth=depth,
             has_groups=x.ndim == 3,
             groups=groups,
+            sharing=groups // x.shape[0] if x.ndim == 3 else 1,
             rows=rows,
             num_rows=num_rows if num_rows < _LEAST_ROWS else rows,
             starts=tuple(starts),
@@ -562,7 +566,7 @@ def why_not_hopper_decode_matmul(
 
 
 def hopper_decode_matmul_kernel(
-    x: Float[Array, "*G R D"],
+    x: Float[Array, "*N R D"],
     kernels: Sequence[Num[Array, "L _ D"]],
     layer: Int[Array, ""] | Groups,
     *,
@@ -579,7 +583,7 @@ def hopper_decode_matmul_kernel(
         eight in each.
       kernels: Weights of all layers, all in float8_e4m3fn or all in int8; `D` is a multiple of 128
         and each `F` a multiple of 64.
-      layer: The layer; for groups of rows, the matrix of each.
+      layer: The layer; for groups of rows, the matrix of each. Several groups may share rows.
       scale: `g` of all layers, in bfloat16; `None` for no norm. Groups must have none.
       eps: Constant that the norm adds to the mean of squares.
       is_transposed: Must be `True`: the weights are `[L, F, D]`.
@@ -598,7 +602,7 @@ def hopper_decode_matmul_kernel(
     if reason is not None or weight_scales is None:
         raise ValueError(f"x and kernels must fit the kernel: {reason}")
     check_groups(x, layer)
-    tiling = tile(x, kernels, has_norm=scale is not None)
+    tiling = tile(x, kernels, num_groups(layer), has_norm=scale is not None)
     flat = x.reshape(-1, x.shape[-1])
     num_rows, num_inputs = flat.shape
     rows = tiling.rows
@@ -629,11 +633,13 @@ def hopper_decode_matmul_kernel(
         squares = _add_parts(last, counts and counts[:1] * rows)[:num_rows]
         inverse = jax.lax.rsqrt(squares / num_inputs + eps)
     own_scales = layer.matrix if isinstance(layer, Groups) else layer
+    shape = *([tiling.groups] if x.ndim == 3 else []), x.shape[-2]
     results = []
     for index, one in enumerate(arrays):
         own = slice(*tiling.starts[index : index + 2])
-        total = _add_parts(one, counts and np.repeat(counts[own], _TILE))[:num_rows]
-        total = total.reshape(*x.shape[:-1], -1) * weight_scales[index][own_scales][..., None, :]
+        total = _add_parts(one, counts and np.repeat(counts[own], _TILE))
+        total = total if x.ndim == 3 else total[:num_rows]
+        total = total.reshape(*shape, -1) * weight_scales[index][own_scales][..., None, :]
         results.append(total if inverse is None else total * inverse[:, None])
     return results
 

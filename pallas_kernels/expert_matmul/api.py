@@ -1,8 +1,9 @@
-"""Products of prompt rows, in groups of one expert each, with the experts' stacked weights."""
+"""Choice of experts, and products of prompt rows in groups of one expert each."""
 
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import (
@@ -11,7 +12,13 @@ from sketchwalk_jax.pallas_kernels.config import (
     why_not_grouped_shape,
 )
 
-__all__ = ["GROUP_ROWS", "grouped_matmul", "grouped_swiglu", "why_not_grouped_matmul"]
+__all__ = [
+    "choose_experts",
+    "GROUP_ROWS",
+    "grouped_matmul",
+    "grouped_swiglu",
+    "why_not_grouped_matmul",
+]
 
 
 def why_not_grouped_matmul(
@@ -83,6 +90,55 @@ def grouped_swiglu(
       kernel_config: Whether the kernel runs in the interpreter; `None` for no kernel.
     """
     return _multiply(rows, (gate, up), matrix, used, is_transposed, kernel_config)
+
+
+def choose_experts(
+    x: Float[Array, "T D"],
+    rows: Float[Array, "T D"],
+    router: Float[Array, "L D E"],
+    layer: Int[Array, ""],
+    is_token: Bool[Array, "T"] | None,
+    *,
+    chosen: int,
+    eps: float | None,
+    sums_chosen: bool,
+    kernel_config: KernelConfig,
+) -> tuple[Array, Array, Array] | None:
+    """Chooses the experts of a few tokens, or returns `None` if no kernel does it here.
+
+    Args:
+      x: The input before the norm.
+      rows: The input times the norm's scale, or `x` without a norm.
+      router: Weights of the routers of all layers.
+      layer: Index of the layer among those with experts.
+      is_token: Whether a row is a token, or `None` for all.
+      chosen: Experts that a token chooses.
+      eps: Constant that the norm adds to the mean of squares, or `None` without a norm.
+      sums_chosen: Whether the weights of the chosen experts, and not of all, add up to 1.
+      kernel_config: Whether the kernels run in the interpreter.
+
+    Returns:
+      The attributes of `ChosenExperts`: weights, matrices, and the norm's factor of each row.
+    """
+    # Import late: importing Pallas is slow, and few callers need it.
+    from sketchwalk_jax.pallas_kernels.decode_matmul.decode_matmul import (
+        decode_matmul_parts,
+        why_not_decode_matmul,
+    )
+    from sketchwalk_jax.pallas_kernels.expert_matmul.choose_experts import (
+        choose_experts_kernel,
+        why_not_choose_experts,
+    )
+
+    if why_not_decode_matmul(rows, [router]) or why_not_choose_experts(
+        x, experts=router.shape[2], chosen=chosen
+    ):
+        return None
+    (parts,) = decode_matmul_parts(rows, [router], layer, interpret=kernel_config.interpret)
+    mask = jnp.ones(len(x), jnp.int32) if is_token is None else is_token.astype(jnp.int32)
+    options: dict[str, Any] = {"chosen": chosen, "eps": eps, "sums_chosen": sums_chosen}
+    options |= {"interpret": kernel_config.interpret}
+    return choose_experts_kernel(x, parts, layer, mask, **options)
 
 
 def _multiply(

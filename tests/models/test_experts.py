@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import EXPERTS, params, prompts
 from tolerances import tolerance
+from variants import INTERPRET
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.models import experts, quantize_params
@@ -163,4 +164,31 @@ def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
     )
     exact = run(wide[0], is_token, wide[1], jnp.int32(LAYER), model_config=config)
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert 0 < error < tolerance("kernel", jnp.bfloat16)["atol"]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", [None, "float8"])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_kernels_mix_decoded_tokens_and_normalise_them(kind, num_tokens):
+    config = dataclasses.replace(CONFIG, hidden_size=128, expert_intermediate_size=128)
+    config = dataclasses.replace(config, num_experts=64)  # each pair is a group
+    weights = params(jnp.bfloat16, config)
+    stacks = (weights if kind is None else quantize_params(weights, kind))["layers"]
+    x = 3 * jax.random.normal(jax.random.key(1), (num_tokens, 1, 128), jnp.bfloat16)
+    scale = jax.random.uniform(jax.random.key(2), (128,), jnp.bfloat16, 0.5, 2.0)
+    here = {"kernel_config": KernelConfig(interpret=INTERPRET), "model_config": config}
+    mix = jax.jit(mixture, static_argnames=("model_config", "kernel_config"))
+    is_token = jnp.arange(num_tokens)[:, None] != 1
+    found = mix(x, is_token, stacks, jnp.int32(LAYER), scale=scale, **here)
+    assert not np.any(found[1:])
+    other = x.at[1:].set(jnp.nan)
+    again = mix(other, is_token, stacks, jnp.int32(LAYER), scale=scale, **here)
+    np.testing.assert_array_equal(found, again)
+    wide = jax.tree.map(
+        lambda one: one.astype(jnp.float32) if one.dtype == jnp.bfloat16 else one,
+        (x, stacks, scale),
+    )
+    exact = mix(wide[0], is_token, wide[1], jnp.int32(LAYER), scale=wide[2], model_config=config)
+    error = np.linalg.norm(np.float32(found) - exact) / np.linalg.norm(exact)
     assert 0 < error < tolerance("kernel", jnp.bfloat16)["atol"]
