@@ -44,10 +44,10 @@ from sketchwalk_jax.inference.cache import sparse_layers
 from sketchwalk_jax.inference.cached_layer import Settings, attention_by_layer, layer_attention
 from sketchwalk_jax.models import ModelConfig, init_params, load, quantize_params, save
 from sketchwalk_jax.models.experts import mixture
+from sketchwalk_jax.models.norm import rms_norm
 from sketchwalk_jax.models.params import EXPERTS, flatten_params, param_shapes
 from sketchwalk_jax.models.quantized import gate_plainly
 from sketchwalk_jax.models.tensor_files import TensorFiles
-from sketchwalk_jax.models.norm import rms_norm
 from sketchwalk_jax.models.weights import find_sources, read_shard
 from sketchwalk_jax.pallas_kernels.decode_matmul.api import DecodeMatmul
 from sketchwalk_jax.policies import by_name
