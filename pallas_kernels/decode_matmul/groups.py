@@ -11,7 +11,7 @@ class Groups(NamedTuple):
 
     Attributes:
       matrix: Index of each group's matrix in the stack, int32 `[G]`. If there are `G / n` groups of
-        rows, `n` groups in a row share the rows of one: a token's rows need no copies for its experts.
+        rows, `n` groups in a row share the rows of one, such as a token's for its experts.
       used: Number of groups in use, int32 `[]`. Later groups read no weights, and their results are
         undefined.
     """
