@@ -82,7 +82,7 @@ class ChoiceCase:
             jax.ShapeDtypeStruct((self.tokens, self.inputs), jnp.bfloat16),
             jax.ShapeDtypeStruct((self.parts, self.tokens, self.experts), jnp.float32),
             jax.ShapeDtypeStruct((), jnp.int32),
-            jax.ShapeDtypeStruct((self.tokens,), jnp.int32),
+            jax.ShapeDtypeStruct((self.tokens,), jnp.int8),
         )
 
 
