@@ -251,7 +251,7 @@ def mixture(
     has_kernels = kernel_config is not None
     if step is not None and group_size(k * len(x), count, has_kernels=True) == 1:
         mask = None if is_token is None else is_token[:, 0]
-        sizes = {"kernel_config": step, "model_config": model_config}
+        sizes: dict[str, Any] = {"kernel_config": step, "model_config": model_config}
         alone = _sum_of_single_pairs(x[:, 0], mask, stacks, layer, scale=scale, **sizes)
         if alone is not None:
             alone = alone if axis_name is None else jax.lax.psum(alone, axis_name)

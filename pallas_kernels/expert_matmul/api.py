@@ -135,7 +135,7 @@ def choose_experts(
     ):
         return None
     (parts,) = decode_matmul_parts(rows, [router], layer, interpret=kernel_config.interpret)
-    mask = jnp.ones(len(x), jnp.int32) if is_token is None else is_token.astype(jnp.int32)
+    mask = jnp.ones(len(x), jnp.int8) if is_token is None else is_token.astype(jnp.int8)
     options: dict[str, Any] = {"chosen": chosen, "eps": eps, "sums_chosen": sums_chosen}
     options |= {"interpret": kernel_config.interpret}
     return choose_experts_kernel(x, parts, layer, mask, **options)

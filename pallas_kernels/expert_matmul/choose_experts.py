@@ -27,7 +27,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import memref, vector
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops
@@ -269,7 +269,7 @@ def choose_experts_kernel(
     x: Float[Array, "T D"],
     parts: Float[Array, "P T E"],
     layer: Int[Array, ""],
-    is_token: Int[Array, "T"],
+    is_token: Int8[Array, "T"],
     *,
     chosen: int,
     eps: float | None,
@@ -282,7 +282,8 @@ def choose_experts_kernel(
       x: Rows before the norm; without a norm they are not read.
       parts: Parts of the router's products.
       layer: Index of the layer among those with experts.
-      is_token: 1 for each row that is a token, and 0 for others.
+      is_token: 1 for each row that is a token, and 0 for others, int8: XLA converts bools to these
+        once for all layers.
       chosen: Experts that a token chooses, `k`.
       eps: Constant that the norm adds to the mean of squares, or `None` without a norm.
       sums_chosen: Whether the weights of the chosen experts, and not of all, add up to 1.
@@ -313,5 +314,5 @@ def choose_experts_kernel(
         compiler_params=ops.compiler_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
         kernel_name="choose_experts",
-    )(x, parts, layer.reshape(1).astype(jnp.int32), is_token.astype(jnp.int32))
+    )(x, parts, layer.reshape(1).astype(jnp.int32), is_token)
     return ChosenExperts(*found)

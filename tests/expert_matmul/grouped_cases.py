@@ -56,8 +56,43 @@ class GroupedCase:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceCase:
+    """The experts of a few tokens."""
+
+    tokens: int
+    inputs: int
+    experts: int
+    chosen: int
+    parts: int = 8
+
+    threads = 128
+
+    def program(self) -> Program:
+        """Returns the choice as a function of arrays, and their shapes."""
+        from sketchwalk_jax.pallas_kernels.expert_matmul.choose_experts import (
+            choose_experts_kernel,
+        )
+
+        def choose(x: Any, parts: Any, layer: Any, is_token: Any) -> Any:
+            sizes: dict[str, Any] = {"chosen": self.chosen, "eps": 1e-6, "sums_chosen": True}
+            return choose_experts_kernel(x, parts, layer, is_token, **sizes)
+
+        return choose, (
+            jax.ShapeDtypeStruct((self.tokens, self.inputs), jnp.bfloat16),
+            jax.ShapeDtypeStruct((self.parts, self.tokens, self.experts), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((self.tokens,), jnp.int8),
+        )
+
+
 # The experts of Qwen3-30B-A3B, whole and shared by two or four GPUs: all widths of tiles.
-COMPILED = {
+CHOICES = (
+    ChoiceCase(tokens=1, inputs=2048, experts=128, chosen=8),
+    ChoiceCase(tokens=32, inputs=7168, experts=512, chosen=10),
+)
+COMPILED: dict[str, tuple[Any, ...]] = {
+    "8.0": CHOICES,
     "9.0": (
         GroupedCase(arrays=2, inputs=2048, columns=768),
         GroupedCase(arrays=1, inputs=768, columns=2048),
@@ -67,5 +102,6 @@ COMPILED = {
         GroupedCase(arrays=1, inputs=64, columns=64),
         GroupedCase(arrays=2, inputs=2048, columns=768, matrices=128, is_transposed=True),
         GroupedCase(arrays=1, inputs=768, columns=2048, matrices=128, is_transposed=True),
-    )
+        *CHOICES,
+    ),
 }

@@ -57,7 +57,7 @@ def test_it_chooses_as_top_k_does(kind, tokens, experts, chosen, has_norm, sums_
     is_token = np.arange(tokens) != 1
     eps = EPS if has_norm else None
     options = {"chosen": chosen, "eps": eps, "sums_chosen": sums_chosen}
-    weights, matrix, root = choose(x, parts, jnp.asarray(is_token, jnp.int32), **options)
+    weights, matrix, root = choose(x, parts, jnp.asarray(is_token, jnp.int8), **options)
     wanted = np.ones(tokens, np.float32)
     if has_norm:
         wanted = 1 / np.sqrt(np.mean(np.float64(x) ** 2, axis=1) + EPS)

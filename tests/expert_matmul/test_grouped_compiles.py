@@ -1,10 +1,12 @@
-"""The grouped matmul kernel compiles without spills."""
+"""The grouped matmul kernel and the choice of experts compile without spills."""
 
 import grouped_cases
 import pytest
 from compiling import assert_compiled, cases_of, compile_for
 
-KEPT = [("9.0", case) for case in grouped_cases.COMPILED["9.0"][:2]]  # on every change
+KEPT = [
+    ("9.0", case) for case in (*grouped_cases.COMPILED["9.0"][:2], grouped_cases.CHOICES[0])
+]  # on every change
 
 
 @pytest.mark.hopper
