@@ -128,7 +128,6 @@ class _Sizes:
       decay: Factor of the previous layer's page scores.
       sink_blocks: Number of first pages that are always kept.
       local_blocks: Number of last pages that are always kept.
-      overlaps: Whether the kernel launches early and waits for the previous ones.
     """
 
     count: int
@@ -136,7 +135,6 @@ class _Sizes:
     decay: float
     sink_blocks: int
     local_blocks: int
-    overlaps: bool
 
     def keys(
         self, page_scores: Array, columns: Array, there: Int[Array, ""], num_columns: int
@@ -179,8 +177,6 @@ def _find_page_scores(
     factors: Any,
 ) -> None:
     """Runs one thread block: one part of all heads of a sequence."""
-    if sizes.overlaps:
-        ops.await_previous_kernels()
     sequence, part = jax.lax.axis_index("sequence"), jax.lax.axis_index("part")
     there = jax.lax.div(length_ref[sequence] + PAGE - 1, PAGE)
     first, num_columns = part * sizes.count, page_scores_ref.shape[1]
@@ -373,7 +369,6 @@ def token_page_scores_kernel(
     decay: float,
     sink_blocks: int,
     local_blocks: int,
-    overlaps: bool = False,
     interpret: bool = False,
 ) -> tuple[Int[Array, "B W"], Int[Array, "B"]]:
     """Replaces the previous layer's page scores by `R` of the module.
@@ -388,7 +383,6 @@ def token_page_scores_kernel(
       decay: Factor of the previous layer's page scores.
       sink_blocks: Number of first pages that are always kept.
       local_blocks: Number of last pages up to the token's own that are always kept.
-      overlaps: Whether the kernel launches early and waits for the previous ones (Hopper).
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
@@ -408,7 +402,6 @@ def token_page_scores_kernel(
         decay=decay,
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
-        overlaps=overlaps,
     )
     keys, counts = ops.kernel(
         functools.partial(_find_page_scores, sizes=sizes),

@@ -76,14 +76,12 @@ class _Sizes:
       count: Key blocks per thread block.
       scale: Factor of the logits.
       exponent: Exponent of the shares.
-      overlaps: Whether the kernel launches early and waits for the previous ones.
     """
 
     group: int
     count: int
     scale: float
     exponent: int
-    overlaps: bool
 
 
 def blocks_of_part(batch: int, kv_heads: int, num_blocks: int) -> int:
@@ -114,8 +112,6 @@ def _score(
     room: Any,
 ) -> None:
     """Runs one thread block: some key blocks of one key/value head."""
-    if sizes.overlaps:
-        ops.await_previous_kernels()
     batch, part, kv_head = (jax.lax.axis_index(name) for name in ("batch", "part", "kv_head"))
     first = part * sizes.count
     length, index = lengths[batch], layer[0]
@@ -208,7 +204,6 @@ def token_scores_kernel(
     exponent: int,
     room: tuple[int, int],
     all_kv_heads: int | None = None,
-    overlaps: bool = False,
     interpret: bool = False,
 ) -> TokenParts:
     """Computes `powers`, `top` and `total` of the module for every token and head.
@@ -226,7 +221,6 @@ def token_scores_kernel(
       room: Heads and columns of the result, padded; columns are a multiple of 256. The columns are
         the pages of all blocks, in order.
       all_kv_heads: Key/value heads of all ranks if these are one rank's; they determine the parts.
-      overlaps: Whether the kernel launches early and waits for the previous ones (Hopper).
       interpret: Whether the interpreter runs the kernel.
     """
     batch, num_heads, _ = query.shape
@@ -238,7 +232,6 @@ def token_scores_kernel(
         count=count,
         scale=scale,
         exponent=exponent,
-        overlaps=overlaps,
     )
     sums = jax.ShapeDtypeStruct((batch, room[0], -(-parts // _PARTS) * _PARTS), jnp.float32)
     numbers = jax.ShapeDtypeStruct((batch, num_heads, room[1]), jnp.bfloat16)

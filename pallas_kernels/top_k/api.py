@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
-from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.config import (
     MAX_BLOCKS,
     MAX_TOKEN_HEADS,
@@ -109,7 +108,6 @@ def select_token_by_page_scores(
         sink_blocks=sink_blocks,
         local_blocks=local_blocks,
         ranks=ranks,
-        overlaps=dispatch.kernels_here() == "hopper" and not kernel_config.interpret,
         interpret=kernel_config.interpret,
     )
     return selection, WalkState(page_scores[:, None], walk.layers + 1)

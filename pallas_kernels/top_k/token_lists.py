@@ -14,8 +14,6 @@ So reads of the first heads' powers start before the factors are computed. Sums 
 A single thread block took 16 µs at 128K tokens on an H200, and 5 µs at 16K, since it read all
 powers. In long caches many thread blocks compute the page scores first (`long_token_scores`), and
 this kernel reads them as ordered integers, 4 bytes per column.
-
-Each kernel of a token starts as the one before it ends. So on Hopper it launches early and waits.
 """
 
 import dataclasses
@@ -73,7 +71,6 @@ class _Sizes:
       warpgroups: Warpgroups per row.
       exponent: Order of the norm over heads.
       decay: Factor of the previous layer's page scores.
-      overlaps: Whether the kernel launches early and waits for the previous ones.
     """
 
     num_columns: int
@@ -82,14 +79,11 @@ class _Sizes:
     warpgroups: int
     exponent: int
     decay: float
-    overlaps: bool
 
 
 def _list_keys(keys_ref: Any, count_ref: Any, ids_ref: Any, scratch: Any, *, sizes: _Sizes) -> None:
     """Writes one sequence's page indices, from the results of `long_token_scores`."""
     row_ops.clear_bins(scratch)
-    if sizes.overlaps:
-        ops.await_previous_kernels()
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
@@ -122,8 +116,6 @@ def _list_blocks(
 ) -> None:
     """Writes one sequence's page indices, and its page scores over the previous layer's."""
     row_ops.clear_bins(scratch)
-    if sizes.overlaps:
-        ops.await_previous_kernels()
     sequence, warpgroup = jax.lax.axis_index("sequence"), jax.lax.axis_index("warpgroup")
     own = sizes.height // sizes.warpgroups  # tiles of this warpgroup
     layout = row_ops.tiles_layout(own, TILE)
@@ -193,7 +185,6 @@ def select_token_by_page_scores_kernel(
     sink_blocks: int,
     local_blocks: int,
     ranks: Any = None,
-    overlaps: bool = False,
     interpret: bool = False,
 ) -> tuple[BlockSelection, Float[Array, "B P"]]:
     """Computes page scores and page indices of one token per sequence.
@@ -219,7 +210,6 @@ def select_token_by_page_scores_kernel(
       local_blocks: Number of last pages up to the token's own that are always kept.
       ranks: Distribution of heads over ranks (`policies.base.Heads`); the kernels' parts are
         gathered from all ranks in between.
-      overlaps: Whether each kernel launches early and waits for the previous ones (Hopper).
       interpret: Whether to interpret the kernels, which needs no GPU.
 
     Returns:
@@ -252,7 +242,6 @@ def select_token_by_page_scores_kernel(
         exponent=exponent,
         room=room,
         all_kv_heads=None if ranks is None else ranks.num_kv_heads,
-        overlaps=overlaps,
         interpret=interpret,
     )
     if ranks is not None:
@@ -266,7 +255,6 @@ def select_token_by_page_scores_kernel(
         warpgroups=warpgroups,
         exponent=exponent,
         decay=decay,
-        overlaps=overlaps,
     )
     forced: dict[str, Any] = dict(sink_blocks=sink_blocks, local_blocks=local_blocks)
     scratch: dict[str, Any] = {"scratch": row_ops.scratch_of_row(warpgroups)}
@@ -290,7 +278,6 @@ def select_token_by_page_scores_kernel(
             *of_token,
             exponent=exponent,
             decay=decay,
-            overlaps=overlaps,
             interpret=interpret,
             **forced,
         )

@@ -395,7 +395,9 @@ def measure_losses(
     for (phase, density), each in found.items():
         kl, same = np.mean(each, axis=0)
         most = max(one for one, _ in each)
-        numbers = (max(float(f"{one:.4g}"), 0.0) for one in (kl, most, same))
+        policy = RecommendedConfig(density=density, plan=plan, num_layers=model_config.num_layers)
+        kept = _kept_at(policy, num_tokens, is_token=phase == "decode")
+        numbers = (max(float(f"{one:.4g}"), 0.0) for one in (kept, kl, most, same))
         losses.append(Loss(phase, num_tokens, density, *numbers))
     return tuple(sorted(losses, key=lambda one: (one.phase != "prefill", one.density)))
 
@@ -414,6 +416,15 @@ def _read(
     settings = settings.with_numbers(numbers)
     hidden, cache = read_into_new_cache(params, tokens, lengths, columns, settings=settings)
     return unembed(params, hidden[0], model_config=settings.model_config), cache
+
+
+def _kept_at(policy: RecommendedConfig, num_tokens: int, *, is_token: bool) -> float:
+    """Returns the share of its keys that a row at the end of a text keeps, mean over all layers."""
+    size, layers = policy.unit_size if is_token else policy.block_size, policy.num_layers or 1
+    pages = policy.budgets(-(-num_tokens // size), is_token=is_token)[:, -1]
+    sparse = float(np.mean(np.minimum(1.0, pages * policy.unit_size / num_tokens)))
+    dense = sum(map(policy.is_dense, range(layers))) / layers
+    return dense + (1.0 - dense) * sparse
 
 
 def _mean(values: Array) -> float:

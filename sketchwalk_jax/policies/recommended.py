@@ -32,7 +32,7 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.key_quantization import api as key_quantization
 from sketchwalk_jax.pallas_kernels.page_scores import api as page_scores
 from sketchwalk_jax.pallas_kernels.top_k import api as top_k
-from sketchwalk_jax.plan import PHASES, TYPICAL_LOSSES, Plan, least_densities
+from sketchwalk_jax.plan import PHASES, TEXT_MARGIN, TYPICAL_LOSSES, Plan, least_densities
 from sketchwalk_jax.policies.base import (
     SHARES,
     WIDEST_LISTS,
@@ -98,9 +98,9 @@ class RecommendedConfig(ScorePolicy):
       dense_layers: Layers with dense attention: the number of leading ones, or a tuple of layer
         indices. The other layers keep correspondingly less.
       max_kl: Largest loss in nats per token and sparse phase, in place of a density: each row takes
-        the least density that kept to it on all texts of `sketchwalk calibrate`
-        (`plan.least_densities`), by phase and position. `density` is then the least of them.
-        Without a plan that has losses, `plan.TYPICAL_LOSSES` stand for them.
+        the least density that kept to a third of it on all texts of `sketchwalk calibrate`
+        (`plan.least_densities`, `plan.TEXT_MARGIN`), by phase and position. `density` is then the
+        least of them. Without a plan that has losses, `plan.TYPICAL_LOSSES` stand for them.
       plan: Density and representatives of each layer of the model. Without a plan, all layers have
         the same.
       num_layers: Number of layers of the model, set by `for_layer`. Without it, dense layers are
@@ -296,8 +296,9 @@ class RecommendedConfig(ScorePolicy):
         """The densities of a phase with `max_kl`, from positions on; see `plan.least_densities`."""
         if self.max_kl is None:
             return ((0, self.density),)
-        losses = (self.plan and self.plan.model_losses) or TYPICAL_LOSSES
-        return least_densities(losses, self.max_kl, phase)
+        if self.plan is not None and self.plan.model_losses:
+            return least_densities(self.plan.model_losses, self.max_kl / TEXT_MARGIN, phase)
+        return least_densities(TYPICAL_LOSSES, self.max_kl, phase)
 
     @property
     def sparse_representatives(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from sketchwalk_jax.models.plans import find_plan
 from sketchwalk_jax.models.weights import fingerprint
 from sketchwalk_jax.plan import (
     PHASES,
+    TEXT_MARGIN,
     TYPICAL_LOSSES,
     Loss,
     Plan,
@@ -39,7 +40,7 @@ PLAN = Plan(
     misses=((0.4, 0.2, 0.19), (0.1, 0.1, 0.1), (0.3, 0.31, 0.01)),
 )
 LOSSES = tuple(
-    Loss(phase, tokens, density, kl / 2, kl, 0.9)
+    Loss(phase, tokens, density, density, kl / 2, kl, 0.9)
     for phase, tokens, curve in (
         ("prefill", 1024, {0.1: 0.5, 0.2: 0.09, 0.4: 0.01}),
         ("prefill", 2048, {0.1: 0.03, 0.2: 0.02, 0.4: 0.001}),
@@ -171,7 +172,8 @@ def test_plans_of_the_same_numbers_have_one_short_hash():
     assert len(PLAN.short_hash) == 12
 
 
-LOSS = {"phase": "decode", "tokens": 8, "density": 0.1, "kl": 0.1, "most": 0.1, "same": 1.0}
+LOSS = {"phase": "decode", "tokens": 8, "density": 0.1, "kept": 0.2}
+LOSS |= {"kl": 0.1, "most": 0.1, "same": 1.0}
 
 
 def damaged(**entries):
@@ -336,9 +338,9 @@ def test_rows_take_the_least_density_that_keeps_to_a_loss():
         (0.1, ((0, 0.2), (2048, 0.1)), ((0, 0.1),)),
         (0.025, ((0, 0.4), (2048, 0.2)), ((0, 0.4),)),
         (0.005, ((0, 1.0), (2048, 0.4)), ((0, 1.0),)),
-        (9, ((0, 0.1),), ((0, 0.1),)),  # an integer
+        (9, ((0, 0.1),), ((0, 0.1),)),
     ):
-        policy = SketchWalkConfig.recommended(max_kl=max_kl, plan=KNOWN, min_tokens=1)
+        policy = SketchWalkConfig.recommended(max_kl=TEXT_MARGIN * max_kl, plan=KNOWN, min_tokens=1)
         assert policy.least_densities("prefill") == prefill
         assert policy.least_densities("decode") == decode
         assert policy.density == min(density for _, density in (*prefill, *decode))
@@ -363,13 +365,19 @@ def test_a_loss_without_a_measurement_is_that_of_other_models():
     policy = SketchWalkConfig.recommended(max_kl=0.05)
     assert policy.least_densities("decode") == least_densities(TYPICAL_LOSSES, 0.05, "decode")
     assert with_plan(policy, PLAN).least_densities("decode") == policy.least_densities("decode")
-    assert with_plan(policy, KNOWN).least_densities("decode") == ((0, 0.1),)
+    assert with_plan(policy, KNOWN).least_densities("decode") == ((0, 0.4),)
     strict, loose = (
         [one for phase in PHASES for _, one in least_densities(TYPICAL_LOSSES, kl, phase)]
         for kl in (1e-6, 10.0)
     )
     assert min(strict) > min(loose)
     assert least_densities((), 0.5, "prefill") == ((0, 1.0),)
+
+
+def test_longer_texts_keep_the_share_that_was_measured():
+    """A minimum of keys is a larger share of a short text than of a long one."""
+    losses = [Loss("decode", 4096, 0.05, 0.5, 0.001, 0.001, 1.0)]
+    assert least_densities(losses, 0.01, "decode") == ((0, 0.05), (4096, 0.5))
 
 
 @pytest.mark.unchecked
@@ -387,7 +395,7 @@ def test_a_loss_and_a_density_exclude_each_other():
 def test_programs_do_not_know_the_allowed_loss():
     made = [
         SketchWalkConfig.recommended(max_kl=kl, plan=KNOWN, min_tokens=64).for_program(3, 64)
-        for kl in (0.1, 0.025)
+        for kl in (0.3, 0.075)
     ]
     assert made[0][0] == made[1][0]
     assert (made[0][1]["prompt"] < made[1][1]["prompt"]).any()
