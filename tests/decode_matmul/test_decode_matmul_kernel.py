@@ -309,8 +309,9 @@ def test_a_call_that_does_not_fit_is_refused():
         hopper_decode_matmul_kernel(x, weights, layer, weight_scales=[jnp.ones((1, 64))])
     x, weights = jnp.zeros((1, 64), jnp.bfloat16), [jnp.zeros((1, 64, 64), jnp.bfloat16)]
     groups = Groups(jnp.zeros(2, jnp.int32), jnp.asarray(1))
-    for rows, which in ((x[None], layer), (x[None], groups), (x, groups)):
-        with pytest.raises(ValueError, match=r"or \[G, R, D\] with Groups of \[G\] matrices"):
+    three = jnp.zeros((3, 1, 64), jnp.bfloat16)
+    for rows, which in ((x[None], layer), (three, groups), (x, groups)):
+        with pytest.raises(ValueError, match=r"or \[G / n, R, D\] with Groups of \[G\] matrices"):
             decode_matmul_kernel(rows, weights, which)
 
 

@@ -86,7 +86,7 @@ def test_losses_of_a_model_fall_with_the_density(plan):
         assert sparse.same <= dense.same == 1.0 and sparse.tokens == 2304
     policy = RecommendedConfig(density=0.05, plan=plan)
     logits = [
-        sw.forward(weights, tokens[:1], model_config=model, policy=one)[0, -64:-1]
+        sw.forward(weights, tokens[:1, :-1], model_config=model, policy=one)[0, -63:]
         for one in (sw.Dense(), policy)
     ]
     exact, other = (jax.nn.log_softmax(one) for one in logits)
