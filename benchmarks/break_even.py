@@ -45,9 +45,14 @@ def break_evens(results: Path) -> list[BreakEven]:
     rows = [row for row in speedups(data) if row["preset"] in PRESETS]
     found = of_rows(rows, data["meta"].get("device", ""))
     measured = [one for one in kept if not one.is_expected]
+    # What is kept replaces rows of the same case.
+    known = {dataclasses.replace(one, tokens=None, longest=0) for one in measured}
+    measured += [x for x in found if dataclasses.replace(x, tokens=None, longest=0) not in known]
     # Hopper GPUs run the code of the one that was measured.
-    same = [dataclasses.replace(one, device=GPU_GROUPS[0]) for one in found]
-    return [*measured, *found, *same, *(one for one in kept if one.is_expected)]
+    device = data["meta"].get("device", "")
+    own = [one for one in measured if one.device == device and device != "cpu"]
+    same = [dataclasses.replace(one, device=GPU_GROUPS[0]) for one in own]
+    return [*measured, *same, *(one for one in kept if one.is_expected)]
 
 
 def speedups(data: dict[str, Any]) -> Iterator[Row]:

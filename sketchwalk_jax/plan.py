@@ -30,7 +30,7 @@ SmolLM2-135M lost 2.6 times as much on English prose as on Python's help topics,
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What a model loses on texts if the recommended policy selects in one phase.
+    """The loss of a model on texts if the recommended policy selects in one phase.
 
     Attributes:
       phase: `"prefill"` or `"decode"`.
