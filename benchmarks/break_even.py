@@ -154,7 +154,7 @@ def sentence(results: Path) -> str:
         parts.append(f"on {_device(device)}, {' and '.join(some)}")
     return (
         f"With density {DENSITY:g} and one sequence, `recommended` takes no more time than dense "
-        f"attention {'; '.join(parts)}. Below that, `Auto` and `--policy auto` run dense attention."
+        f"attention {'; '.join(parts)}. Below that, attention is dense by default (`Auto`)."
     )
 
 
