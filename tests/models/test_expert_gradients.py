@@ -11,6 +11,7 @@ import tiny
 
 from sketchwalk_jax import dense_attention, forward
 from sketchwalk_jax.models import experts, quantize_params
+from sketchwalk_jax.models.norm import rms_norm
 from sketchwalk_jax.models.params import EXPERTS
 from sketchwalk_jax.models.transformer import embed, run_layers, unembed
 
@@ -18,8 +19,10 @@ MODEL = tiny.EXPERTS
 IS_TOKEN = np.arange(20) < np.array([[20], [11]])
 
 
-def all_experts(x, is_token, stacks, layer, *, model_config):
+def all_experts(x, is_token, stacks, layer, *, model_config, scale=None):
     """Computes the mixture with a weight for every expert, which is 0 unless it is chosen."""
+    if scale is not None:
+        x = rms_norm(x, scale, eps=model_config.rms_norm_eps)
     kernels = {name: stacks[name]["kernel"][layer] for name in EXPERTS}
     product = functools.partial(jnp.einsum, precision="highest")
     shares = jax.nn.softmax(product("btd,de->bte", x, kernels["router"]))

@@ -203,7 +203,7 @@ LOADED = {
     "attention": "api cudnn differentiable mass xla",
     "inference": "auto cache cached_layer calls compiled exchange generation layer layer_cache "
     "padding sampling steps",
-    "models": "checkpoint config experts family gguf_files gguf_header hf_config hub llama "
+    "models": "checkpoint config experts family gguf_files gguf_header hf_config hub llama norm "
     "params plans quantized qwen rope tensor_files transformer weights",
     "pallas_kernels": "config dispatch",
     "pallas_kernels.attention": "api",
