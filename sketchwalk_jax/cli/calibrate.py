@@ -1,6 +1,7 @@
 """`sketchwalk calibrate`: measures a model's plan and writes it next to its checkpoint."""
 
 import dataclasses
+import functools
 import itertools
 import sys
 import tempfile
@@ -95,7 +96,7 @@ class Calibrate(options.Command):
 
         count = self.prompts + len(lengths) * PASSAGES
         with progress_bar(count, "measuring", unit=" prompts") as bar:
-            after = lambda: bar.update()  # noqa: E731
+            after = functools.partial(bar.update, 1)
             plan = make_plan(params, drawn, model_config=model_config, fingerprint=own, after=after)
             losses = [
                 measure_losses(

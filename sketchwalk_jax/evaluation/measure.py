@@ -323,7 +323,7 @@ class Measurement:
     ) -> Outcome:
         decoded = decode_program(
             self._params,
-            _cache_for(settings, cache),
+            cache_for(settings, cache),
             predicted[0],
             prompts.continuation,
             prompts.num_forced,
@@ -369,7 +369,7 @@ class Measurement:
             settings = self._decoding(rule, phase)
             reads_itself = phase == "both" and rule != DENSE
             cache = read(settings=self._reading(rule, phase))[1] if reads_itself else dense
-            caches = _cache_for(plain, dense), _cache_for(settings, cache)
+            caches = cache_for(plain, dense), cache_for(settings, cache)
             *values, density = jax.device_get(
                 compare_program(self._params, *caches, answers, plain=plain, settings=settings)
             )
@@ -430,7 +430,7 @@ class Measurement:
         return np.asarray(read, np.float64).mean(axis=-1)
 
 
-def _cache_for(settings: Settings, cache: Cache) -> Cache:
+def cache_for(settings: Settings, cache: Cache) -> Cache:
     """Returns the cache for a policy to continue: without statistics if it never selects."""
     if settings.policy.phases:
         return cache

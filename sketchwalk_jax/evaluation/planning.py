@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from sketchwalk_jax.attention.api import block_sparse_attention, dense_attention
 from sketchwalk_jax.attention.mass import block_mass
-from sketchwalk_jax.evaluation.measure import compare_logits, compare_program
+from sketchwalk_jax.evaluation.measure import cache_for, compare_logits, compare_program
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import draw_samples
 from sketchwalk_jax.inference.cache import Cache
@@ -370,8 +370,7 @@ def measure_losses(
         start = end + 1 - _LAST_TOKENS
         columns = start[:, None] + jnp.arange(_LAST_TOKENS - 1, dtype=jnp.int32)[None]
         exact, _ = _read(params, tokens, end, columns, settings=plain)
-        _, dense = _read(params, tokens, start, columns[:, :1], settings=plain)
-        held: Cache | None = None  # statistics are the same for all densities
+        held: Cache | None = None  # read densely, with the statistics of all densities
         for density in densities:
             policy: Any = RecommendedConfig(density=density, plan=plan)
             numbers = None
@@ -386,8 +385,9 @@ def measure_losses(
             decodes = settings(policy=policy, phase="decode")
             if held is None:
                 held = _read(params, tokens, start, columns[:, :1], numbers, settings=decodes)[1]
+            caches = cache_for(plain, held), held
             _, kl, same, _ = compare_program(
-                params, dense, held, own, numbers, plain=plain, settings=decodes
+                params, *caches, own, numbers, plain=plain, settings=decodes
             )
             found.setdefault(("decode", density), []).append((_mean(kl[0]), _mean(same[0])))
         after()
@@ -397,8 +397,8 @@ def measure_losses(
         most = max(one for one, _ in each)
         policy = RecommendedConfig(density=density, plan=plan, num_layers=model_config.num_layers)
         kept = _kept_at(policy, num_tokens, is_token=phase == "decode")
-        numbers = (max(float(f"{one:.4g}"), 0.0) for one in (kept, kl, most, same))
-        losses.append(Loss(phase, num_tokens, density, *numbers))
+        rounded = (max(float(f"{one:.4g}"), 0.0) for one in (kept, kl, most, same))
+        losses.append(Loss(phase, num_tokens, density, *rounded))
     return tuple(sorted(losses, key=lambda one: (one.phase != "prefill", one.density)))
 
 

@@ -337,8 +337,6 @@ class RecommendedConfig(ScorePolicy):
                 densities = tuple(own) or (1.0,)
             return np.stack([make(density=one) for one in densities])
 
-        if self.max_kl is None:
-            return with_density(self.layer_densities)
         (_, first), *others = self.least_densities(PHASES[is_token])
         found = with_density(self._layer_densities(first))
         begins = np.arange(num_units) * pages * self.unit_size
