@@ -23,7 +23,7 @@ from sketchwalk_jax.attention.mass import block_mass
 from sketchwalk_jax.evaluation.measure import cache_for, compare_logits, compare_program
 from sketchwalk_jax.evaluation.prompts import ANSWER_ROOM
 from sketchwalk_jax.evaluation.tasks import draw_samples
-from sketchwalk_jax.inference.cache import Cache
+from sketchwalk_jax.inference.cache import Cache, sparse_layers
 from sketchwalk_jax.inference.cached_layer import Settings
 from sketchwalk_jax.inference.layer import select_whole
 from sketchwalk_jax.inference.steps import read_into_new_cache
@@ -370,7 +370,8 @@ def measure_losses(
         start = end + 1 - _LAST_TOKENS
         columns = start[:, None] + jnp.arange(_LAST_TOKENS - 1, dtype=jnp.int32)[None]
         exact, _ = _read(params, tokens, end, columns, settings=plain)
-        held: Cache | None = None  # read densely, with the statistics of all densities
+        held: Cache | None = None  # read densely, with the statistics of some sparse layers
+        held_layers: Sequence[int] = ()
         for density in densities:
             policy: Any = RecommendedConfig(density=density, plan=plan)
             numbers = None
@@ -383,7 +384,10 @@ def measure_losses(
             _, kl, same = compare_logits(exact, logits, jnp.zeros(len(exact), jnp.int32))
             found.setdefault(("prefill", density), []).append((_mean(kl), _mean(same)))
             decodes = settings(policy=policy, phase="decode")
-            if held is None:
+            # A plan may make layers dense from some density on, which then have no statistics.
+            layers = sparse_layers(model_config, policy)
+            if held is None or layers != held_layers:
+                held_layers = layers
                 held = _read(params, tokens, start, columns[:, :1], numbers, settings=decodes)[1]
             caches = cache_for(plain, held), held
             _, kl, same, _ = compare_program(

@@ -95,6 +95,21 @@ def test_losses_of_a_model_fall_with_the_density(plan):
     assert alone.kl == pytest.approx(kl, rel=1e-2) and alone.most == alone.kl
 
 
+def test_losses_know_which_layers_a_plan_makes_dense():
+    """Losses at one density are those that are measured at it alone."""
+    count = MODEL.num_layers
+    uneven = tiny.plan((0.05, 0.5), (9.0, 4.0), *[(0.01, 0.005)] * (count - 1))
+    dense = [RecommendedConfig(density=one, plan=uneven).is_dense(0) for one in (0.05, 0.4)]
+    assert dense == [False, True]
+    given = {"model_config": MODEL, "plan": uneven, "num_tokens": 2304}
+    passages = [tiny.prompts(2304)[0][0]]
+    both, alone = (
+        measure_losses(tiny.params(model=MODEL), passages, densities=some, **given)
+        for some in ((0.05, 0.4), (0.4,))
+    )
+    assert both[1::2] == alone
+
+
 def test_a_density_is_fitted_with_the_plan():
     uneven = tiny.plan((0.05, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
     policy = SketchWalkConfig.recommended(plan=uneven, min_tokens=256)
