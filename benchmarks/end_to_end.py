@@ -378,8 +378,10 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
 def rules(*, is_quick: bool) -> list[Rule]:
     """Lists dense attention, the recommended preset and the paper's."""
     found = [DENSE]
+    # Quick prompts are so short that the recommended policy would keep all their keys.
+    few = (("min_tokens", 128),) if is_quick else ()
     for density in DENSITIES[:1] if is_quick else DENSITIES:
-        found.append(Rule("sketchwalk", "recommended", density))
+        found.append(Rule("sketchwalk", "recommended", density, few))
         fields = (("dense_layers", PAPER_DENSE_LAYERS),)
         found.append(Rule("sketchwalk", "paper", density, fields))
     return found

@@ -275,9 +275,11 @@ def every_rule(density: float, *, is_quick: bool = False) -> list[Rule]:
             for tau in (0.0, 1.0):  # the distance is at most sqrt(log 2)
                 found.append(Rule(policy, None, density, (("tau", tau),)))
         elif policy == "sketchwalk":
+            # Quick rows are so short that the recommended policy would keep all their keys.
+            few = (("min_tokens", 128),) if is_quick else ()
             for preset in PRESETS[:1] if is_quick else PRESETS:
                 own = None if preset == "released" else density
-                found.append(Rule(policy, preset, own))
+                found.append(Rule(policy, preset, own, few))
         elif policy != "dense":
             found.append(Rule(policy, None, density))
     return found

@@ -39,7 +39,11 @@ def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, progra
     command += ["--max-new-tokens", "8"]
     done = subprocess.run(command, input=PROMPT.encode(), env=environment, capture_output=True)
     # A slow machine adds lines of progress.
-    assert not re.sub(rb"(?m)^[\w ]+: \d\d:\d\d\n", b"", done.stderr)
+    told = re.sub(rb"(?m)^[\w ]+: \d\d:\d\d\n", b"", done.stderr).decode().splitlines()
+    assert [line.split(": ")[:2] for line in told] == [
+        ["auto", "prefill sparse"],
+        ["auto", "decode sparse"],
+    ]
     assert json.loads(done.stdout)["prompt_tokens"] == len(PROMPT)
     assert len(list(tmp_path.glob("sketchwalk-jax/compiled/programs/*"))) >= 2
 
