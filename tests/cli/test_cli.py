@@ -172,6 +172,7 @@ def test_options_reach_the_generation(arguments, expected, started):
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_density_of_a_policy_with_a_threshold_is_found_on_another_text(started, capsys):
     prompt = "The quick brown fox jumps over the lazy dog. " * 8
     arguments = ["--policy", "flexprefill", "--density", 0.8, "--set", "min_budget=64"]

@@ -12,7 +12,7 @@ import tiny
 
 from sketchwalk_jax import cli
 from sketchwalk_jax.models.weights import fingerprint, load
-from sketchwalk_jax.plan import Plan, plan_path
+from sketchwalk_jax.plan import Loss, Plan, plan_path
 
 pytestmark = pytest.mark.unchecked
 
@@ -35,24 +35,38 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> Path:
-    """A model with a plan measured by the command."""
+    """A model with a plan that was made without a measurement."""
     directory = write_model(tmp_path_factory.mktemp("planned"))
+    found = tiny.plan((0.1, 0.2, 0.6), (0.5, 0.2, 0.1), (0.4, 0.1, 0.05), (0.3, 0.2, 0.01))
+    losses = tuple(
+        Loss(phase, 2048, density, 2 * density, 0.01 / density, 0.02 / density, 0.9)
+        for phase in ("prefill", "decode")
+        for density in (0.1, 0.2)
+    )
+    found = dataclasses.replace(found, fingerprint=fingerprint(directory), model_losses=losses)
+    found.write(plan_path(directory), measured={})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """A model with a plan measured by the command."""
+    directory = write_model(tmp_path_factory.mktemp("measured"))
     assert cli.main(["calibrate", "--model", str(directory), *MEASURE]) == 0
     return directory
 
 
 @pytest.mark.slow
-def test_a_plan_is_measured_and_stands_where_load_finds_it(planned):
-    plan = load(planned)[1].plan
+def test_a_plan_is_measured_and_stands_where_load_finds_it(measured):
+    plan = load(measured)[1].plan
     assert plan is not None and plan.num_layers == NUM_LAYERS
-    assert plan.fingerprint == fingerprint(planned)
-    content = json.loads(plan_path(planned).read_text())
-    measured = content["measured"]
-    assert (measured["prompts"], measured["tokens"], len(measured["tasks"])) == (1, 2048, 1)
-    assert set(measured["text"]) == {"name", "sha256"}
-    assert {"device", "versions", "date", "command"} <= set(measured)
-    assert str(planned.parent) not in plan_path(planned).read_text()
-    assert not [path for path in planned.iterdir() if path.name.endswith(".partial")]
+    assert plan.fingerprint == fingerprint(measured)
+    content = json.loads(plan_path(measured).read_text())["measured"]
+    assert (content["prompts"], content["tokens"], len(content["tasks"])) == (1, 2048, 1)
+    assert set(content["text"]) == {"name", "sha256"}
+    assert {"device", "versions", "date", "command"} <= set(content)
+    assert str(measured.parent) not in plan_path(measured).read_text()
+    assert not [path for path in measured.iterdir() if path.name.endswith(".partial")]
 
 
 @pytest.mark.slow
@@ -81,26 +95,29 @@ def test_the_table_has_a_line_for_each_layer(model, tmp_path, sketchwalk):
 
 
 @pytest.mark.slow
-def test_a_plan_is_measured_with_weights_of_eight_bits(planned, model, tmp_path, sketchwalk):
+def test_a_plan_is_measured_with_weights_of_eight_bits(measured, model, tmp_path, sketchwalk):
     out = tmp_path / "plan.json"
     sketchwalk("calibrate", "--model", model, *MEASURE, "--weights", "int8", "--out", out)
     assert json.loads(out.read_text())["measured"]["weights"] == "int8"
-    assert json.loads(plan_path(planned).read_text())["measured"]["weights"] is None
-    found, wide = Plan.read(out), load(planned)[1].plan
+    assert json.loads(plan_path(measured).read_text())["measured"]["weights"] is None
+    found, wide = Plan.read(out), load(measured)[1].plan
     assert found.densities == wide.densities and found.losses != wide.losses
     np.testing.assert_allclose(found.losses, wide.losses, rtol=0.2)
 
 
-def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, tmp_path, sketchwalk):
+def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, sketchwalk):
     before = plan_path(planned).read_bytes()
     _, err = sketchwalk("calibrate", "--model", planned, *MEASURE, status=2)
     assert "--overwrite must be given to replace the plan" in err
     assert plan_path(planned).read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_plan_of_another_model_is_replaced_and_changes_nothing(measured, tmp_path, sketchwalk):
     other = write_model(tmp_path / "other")
-    foreign = tiny.plan((0.1, 0.2), (1.0, 0.5))
-    foreign.write(plan_path(other), measured={})
+    tiny.plan((0.1, 0.2), (1.0, 0.5)).write(plan_path(other), measured={})
     sketchwalk("calibrate", "--model", other, *MEASURE, "--overwrite")
-    assert load(other)[1].plan == load(planned)[1].plan
+    assert load(other)[1].plan == load(measured)[1].plan
 
 
 @pytest.mark.parametrize(
@@ -171,13 +188,13 @@ def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, 
 
 
 @pytest.mark.weekly
-def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, sketchwalk):
+def test_an_evaluation_takes_the_plan_and_its_rows_say_so(measured, tmp_path, sketchwalk):
     out = tmp_path / "quality.json"
-    command = ["eval", "--model", planned, "--policy", "sketchwalk", "--tokens", "1024"]
+    command = ["eval", "--model", measured, "--policy", "sketchwalk", "--tokens", "1024"]
     command += ["--preset", "recommended", "--preset", "paper", "--prompts", "2"]
     command += ["--task", "text_loss", "--density", "0.3"]
     command += ["--probe-prompts", "1", "--out", out]
-    plan = load(planned)[1].plan
+    plan = load(measured)[1].plan
     for over in ("sparse_layers", "all_layers"):
         sketchwalk(*command, "--density-over", over, "--overwrite")
         rows = json.loads(out.read_text())["rows"]
@@ -186,11 +203,11 @@ def test_an_evaluation_takes_the_plan_and_its_rows_say_so(planned, tmp_path, ske
         assert "plan" not in (settings.get("paper") or {})
         sketchwalk(*command, "--density-over", over)  # continues the existing file
         assert json.loads(out.read_text())["rows"] == rows
-    content = plan_path(planned).read_bytes()
+    content = plan_path(measured).read_bytes()
     try:
-        plan_path(planned).unlink()
+        plan_path(measured).unlink()
         _, err = sketchwalk(*command, "--density-over", over, status=1)
         assert f"None, got rows with {plan.short_hash}" in err
         assert json.loads(out.read_text())["rows"] == rows
     finally:
-        plan_path(planned).write_bytes(content)
+        plan_path(measured).write_bytes(content)

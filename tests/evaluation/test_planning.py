@@ -95,6 +95,7 @@ def test_losses_of_a_model_fall_with_the_density(plan):
     assert alone.kl == pytest.approx(kl, rel=1e-2) and alone.most == alone.kl
 
 
+@pytest.mark.slow
 def test_losses_know_which_layers_a_plan_makes_dense():
     """Losses at one density are those that are measured at it alone."""
     count = MODEL.num_layers

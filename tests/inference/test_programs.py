@@ -2,9 +2,11 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -60,7 +62,13 @@ def _of_generation(compilations):
 # Sharing.
 
 
-@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("recommended", "paper") else pytest.mark.slow)
+        for name in ANY
+    ],
+)
 def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name):
     """Under the caller's `jit`, shapes are those of the prompts, and budgets are constants."""
     tokens, lengths = prompts(301, 150)
@@ -207,35 +215,67 @@ def folder(tmp_path, monkeypatch):
     _forget()
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The tokens of `_answer`, and the folder with its two programs."""
+    kept = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "programs_folder", lambda: kept)
+        _forget()
+        return _answer(params()), kept
+
+
+@pytest.fixture
+def used(kept, folder):
+    """The same in a folder of the test's own."""
+    shutil.copytree(kept[1], folder, dirs_exist_ok=True)
+    return kept[0], folder
+
+
 def _answer(weights, policy=None, **options):
     policy = POLICIES["paper"] if policy is None else policy
     run = generation.make_generate(MODEL, policy, max_new_tokens=3, **options)
     return np.asarray(run(weights, prompts(20)[0]).tokens)
 
 
-def test_a_later_process_loads_programs(weights, folder, compilations):
-    first = _answer(weights)
+def _refuse(lowered, **options):
+    raise RuntimeError("compiled")
+
+
+def test_a_later_process_loads_programs(weights, used, compilations):
+    first, folder = used
     names = sorted(path.name for path in folder.iterdir())
     assert len(names) == 2
+    compilations.clear()
+    np.testing.assert_array_equal(_answer(weights), first)
+    assert not _of_generation(compilations)
+
+
+def test_damaged_programs_are_compiled_and_written_again(weights, used, compilations, monkeypatch):
+    first, folder = used
+    files = {path: path.read_bytes() for path in folder.iterdir()}
     for damage in (lambda raw: b"", lambda raw: raw[:-1], lambda raw: raw[:99] + b"x" + raw[100:]):
+        for path, raw in files.items():
+            path.write_bytes(damage(raw))
         _forget()
-        compilations.clear()
-        np.testing.assert_array_equal(_answer(weights), first)
-        assert not _of_generation(compilations)
-        for path in folder.iterdir():
-            path.write_bytes(damage(path.read_bytes()))
-        _forget()
-        np.testing.assert_array_equal(_answer(weights), first)
-        assert len(_of_generation(compilations)) == 2
-        assert sorted(path.name for path in folder.iterdir()) == names
-
-
-@pytest.mark.parametrize("change", ["version", "code", "flags", "settings", "precision", "weights"])
-def test_a_program_made_for_something_else_is_not_loaded(weights, folder, monkeypatch, change):
-    _answer(weights)
-    before = set(folder.iterdir())
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="^compiled$"):
+            patch.setattr(jax.stages.Lowered, "compile", _refuse)
+            _answer(weights)
+    compilations.clear()
+    np.testing.assert_array_equal(_answer(weights), first)
+    assert len(_of_generation(compilations)) == 2
+    assert set(folder.iterdir()) == set(files)
     _forget()
-    policy = None
+    compilations.clear()
+    np.testing.assert_array_equal(_answer(weights), first)
+    assert not _of_generation(compilations)
+
+
+@pytest.mark.parametrize(
+    "change", [None, "version", "code", "flags", "settings", "precision", "weights"]
+)
+def test_a_program_made_for_something_else_is_not_loaded(weights, used, monkeypatch, change):
+    policy, precision = None, None
     if change == "version":
         monkeypatch.setattr(compiled, "_installed", lambda: ("another",))
     elif change == "code":
@@ -244,14 +284,14 @@ def test_a_program_made_for_something_else_is_not_loaded(weights, folder, monkey
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     elif change == "settings":
         policy = dataclasses.replace(POLICIES["paper"], exponent=4)
+    elif change == "precision":
+        precision = "highest"
     elif change == "weights":
         weights = params("bfloat16")
-    if change == "precision":
-        with jax.default_matmul_precision("highest"):
-            _answer(weights)
-    else:
+    monkeypatch.setattr(jax.stages.Lowered, "compile", _refuse)
+    compiles = pytest.raises(RuntimeError, match="^compiled$") if change else nullcontext()
+    with compiles, jax.default_matmul_precision(precision):
         _answer(weights, policy)
-    assert len(set(folder.iterdir()) - before) == 2
 
 
 def test_policies_of_ones_own_are_not_kept(weights, folder):
@@ -263,8 +303,8 @@ def test_policies_of_ones_own_are_not_kept(weights, folder):
     assert not list(folder.iterdir())
 
 
-def test_the_programs_used_longest_ago_go_first(weights, folder, monkeypatch):
-    _answer(weights)
+def test_the_programs_used_longest_ago_go_first(weights, used, monkeypatch):
+    _, folder = used
     old = list(folder.iterdir())
     for path in old:
         os.utime(path, (1, 1))

@@ -144,9 +144,16 @@ def test_a_model_with_experts_keeps_its_promises():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("kind", [None, "float8"])
 @pytest.mark.parametrize(
-    ("num_tokens", "most_tokens"), [(3, None), (150, None), (400, 200)], ids=str
+    ("kind", "num_tokens", "most_tokens"),
+    [
+        (None, 3, None),
+        ("float8", 150, None),
+        (None, 400, 200),
+        pytest.param("float8", 3, None, marks=pytest.mark.slow),
+        pytest.param(None, 150, None, marks=pytest.mark.slow),
+        pytest.param("float8", 400, 200, marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
     if most_tokens:  # in two parts
@@ -168,8 +175,15 @@ def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("kind", [None, "float8"])
-@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"),
+    [
+        (None, 1),
+        ("float8", 2),
+        pytest.param(None, 2, marks=pytest.mark.slow),
+        pytest.param("float8", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_mix_decoded_tokens_and_normalise_them(kind, num_tokens):
     config = dataclasses.replace(CONFIG, hidden_size=128, expert_intermediate_size=128)
     config = dataclasses.replace(config, num_experts=64)  # each pair is a group
