@@ -267,7 +267,12 @@ def test_a_later_process_loads_programs(weights, used, compilations):
 def test_damaged_programs_are_compiled_and_written_again(weights, used, compilations, monkeypatch):
     first, folder = used
     files = {path: path.read_bytes() for path in folder.iterdir()}
-    for damage in (lambda raw: b"", lambda raw: raw[:-1], lambda raw: raw[:99] + b"x" + raw[100:]):
+    for damage in (
+        lambda raw: b"",
+        lambda raw: raw[:-1],
+        lambda raw: raw[:99] + b"x" + raw[100:],
+        lambda raw: raw + b"x",  # only the digest differs
+    ):
         for path, raw in files.items():
             path.write_bytes(damage(raw))
         _forget()
