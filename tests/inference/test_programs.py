@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from tiny import MODEL, POLICIES, SPARSE, params, plan, prompts
+from variants import slow_unless
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.inference import compiled, generation
@@ -62,13 +63,7 @@ def _of_generation(compilations):
 # Sharing.
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("recommended", "paper") else pytest.mark.slow)
-        for name in ANY
-    ],
-)
+@pytest.mark.parametrize("name", slow_unless(("recommended", "paper").__contains__, ANY))
 def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name):
     """Under the caller's `jit`, shapes are those of the prompts, and budgets are constants."""
     tokens, lengths = prompts(301, 150)
@@ -218,11 +213,11 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """The tokens of `_answer`, and the folder with its two programs."""
-    kept = tmp_path_factory.mktemp("kept")
+    folder = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "programs_folder", lambda: kept)
+        patch.setattr(compiled, "programs_folder", lambda: folder)
         _forget()
-        return _answer(params()), kept
+        return _answer(params()), folder
 
 
 @pytest.fixture
@@ -290,6 +285,13 @@ def test_damaged_programs_are_compiled_and_written_again(weights, used, compilat
 
 @pytest.mark.parametrize("change", ["version", "code", "flags", "settings", "precision", "weights"])
 def test_a_program_made_for_something_else_is_not_loaded(weights, used, monkeypatch, change):
+    paths, load = [], compiled._load
+
+    def look(path, *others):
+        paths.append(path)
+        return load(path, *others)
+
+    monkeypatch.setattr(compiled, "_load", look)
     policy, precision = None, None
     if change == "version":
         monkeypatch.setattr(compiled, "_installed", lambda: ("another",))
@@ -305,6 +307,7 @@ def test_a_program_made_for_something_else_is_not_loaded(weights, used, monkeypa
         weights = params("bfloat16")
     with _compiling(monkeypatch), jax.default_matmul_precision(precision):
         _answer(weights, policy)
+    assert len(set(paths) - set(used[1].iterdir())) == 2  # they would be kept beside the others
 
 
 def test_policies_of_ones_own_are_not_kept(weights, folder):
