@@ -34,7 +34,13 @@ def assert_equals_transformers(directory: Path) -> None:
 
     tokens = jnp.asarray(expected["tokens"])
     logits = forward(params, tokens, model_config=config, policy=Dense())
-    np.testing.assert_allclose(logits, expected["logits"], **tolerance("logits"))
+    bound, exact = tolerance("logits"), expected["logits"]
+    if "exact_logits" in expected:
+        # A drawn model may amplify rounding: a norm divides a few tiny numbers by their size.
+        exact = expected["exact_logits"]
+        rounding = np.max(np.abs(expected["logits"] - exact) / (1 + np.abs(exact)))
+        bound = {name: max(value, 4 * float(rounding)) for name, value in bound.items()}
+    np.testing.assert_allclose(logits, exact, **bound)
     num_new = expected["greedy"].shape[1]
     generation = generate(
         params, tokens, model_config=config, policy=Dense(), max_new_tokens=num_new

@@ -13,8 +13,8 @@ A case makes a random model, saves it into DIRECTORY/NAME, loads it back from th
     config          arguments of the transformers config class
     edits           entries of config.json to set (or with null value to remove) after saving
     dtype           in which the weights are saved, default float32
-    run_dtype       in which the model computes, default float32; with another one the logits of
-                    float32 are added as `exact_logits`
+    run_dtype       in which the model computes, default float32; the logits of a wider one, float64
+                    or float32, are added as `exact_logits`
     max_shard_size  as in save_pretrained, to get several files
     lm_head         "same" or "other": adds an lm_head.weight to a tied checkpoint
     num_eos         number of generated tokens to declare as end tokens
@@ -117,10 +117,10 @@ def run_case(case, root):
     if case.get("lm_head"):
         add_lm_head(directory, case["lm_head"])
     run_dtype = getattr(torch, case.get("run_dtype", "float32"))
-    options = {"dtype": run_dtype}
+    options = {}
     if case["model_type"] == "qwen3_moe":  # grouped products take some widths only
         options["experts_implementation"] = "eager"
-    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=run_dtype, **options).eval()
 
     new_tokens = case.get("new_tokens", 12)
     length = case.get("length", 24)
@@ -147,9 +147,9 @@ def run_case(case, root):
         "frequencies": rotary.inv_freq.float().numpy(),
         "attention_factor": np.float64(rotary.attention_scaling),
     }
-    if run_dtype != torch.float32:
-        exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        expected["exact_logits"] = compute_logits(exact, tokens)
+    wider = torch.float64 if run_dtype == torch.float32 else torch.float32
+    exact = AutoModelForCausalLM.from_pretrained(directory, dtype=wider, **options).eval()
+    expected["exact_logits"] = compute_logits(exact, tokens)
     np.savez(directory / "expected.npz", **expected)
 
 
