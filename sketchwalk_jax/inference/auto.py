@@ -183,7 +183,8 @@ class Auto:
         found = [one for one in found if times(one) <= _MOST_TIMES or one.is_expected]
         found = [one for one in found if one.batch <= batch]
         if not found:
-            return f"no measurement of {batch} sequences with attention {width} wide on {device}"
+            size = f"batch {batch} with attention {width} wide"
+            return f"no measurement of {size} on {device}"
         return min(found, key=lambda one: (one.density, times(one), -one.batch))
 
     def choose(
@@ -238,13 +239,18 @@ class Auto:
             if is_spread:
                 found = "no measurement on several devices"
             pays = None if isinstance(found, str) else found.pays(lengths[one])
-            if isinstance(policy, RecommendedConfig) and policy.is_dense_in(one):
-                reasons.append(f"{one} dense: no density keeps to max_kl {policy.max_kl:g}")
-                continue
+            why = _why(found, lengths[one], pays)
+            if isinstance(policy, RecommendedConfig):
+                if policy.is_dense_in(one):
+                    reasons.append(f"{one} dense: no density keeps to max_kl {policy.max_kl:g}")
+                    continue
+                longest = tokens + (max_new_tokens if one == "decode" else 0)
+                least = policy.least_tokens[one == "decode"]
+                if pays is None and longest <= least:
+                    why = f"keeps all keys, as it does up to {least:,} tokens"
             if pays is not False:
                 sparse.append(one)
-            how = "dense" if pays is False else "sparse"
-            reasons.append(f"{one} {how}: {_why(found, lengths[one], pays)}")
+            reasons.append(f"{one} {'dense' if pays is False else 'sparse'}: {why}")
         if cache is not None:
             keeps = type(policy).init_statistics is not Policy.init_statistics
             if cache.made_for and not sparse:

@@ -132,6 +132,19 @@ def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options
     assert message in found.reasons[0] and "prefill sparse: no measurement" in found.reasons[0]
 
 
+def test_a_phase_that_keeps_all_keys_says_so_where_nothing_was_measured():
+    every = "sparse: keeps all keys, as it does up to"
+    unknown = "sparse: no measurement for this device, cpu"
+    for tokens, new, prefill, decode in (
+        (1280, 768, f"{every} 1,280 tokens", f"{every} 2,048 tokens"),
+        (1280, 769, f"{every} 1,280 tokens", unknown),
+        (1281, 0, unknown, f"{every} 2,048 tokens"),
+    ):
+        found = Auto(measured=()).choose(MODEL, batch=1, tokens=tokens, max_new_tokens=new)
+        assert found.reasons == (f"prefill {prefill}", f"decode {decode}")
+        assert found.phase == "both"
+
+
 def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
     monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
     group = dataclasses.replace(PREFILL, device="GPUs from Ampere on", width=4096)
@@ -231,7 +244,9 @@ def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase)
     chex.assert_trees_all_equal(dataclasses.replace(found, choice=None), expected)
 
 
-@pytest.mark.parametrize(("first", "then"), [(40, 1000), (1000, 1)])
+@pytest.mark.parametrize(
+    ("first", "then"), [(40, 1000), pytest.param(1000, 1, marks=pytest.mark.slow)]
+)
 def test_a_cache_goes_on_as_it_was_made(first, then):
     """More tokens would make it sparse, or fewer dense, but the cache decides."""
     begun = run(Auto(PAPER, table_of((first, first), longest=first)))
