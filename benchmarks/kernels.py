@@ -16,6 +16,9 @@
   `gradients.json`; on a CPU, with fewer heads, to `gradients_cpu.json`.
 * `other_gpus`: on a Hopper GPU, attention of a prompt by other GPUs' kernel, over blocks and over
   pages, and by Hopper's. Written to `warp_prefill.json`.
+* `torch`: on a Hopper GPU, attention of a prompt over random blocks, and what torch offers for it:
+  FlexAttention over the same blocks, and dense attention by cuDNN and by flash attention. Written
+  to `torch_attention.json`.
 * `selection`: update of statistics, selection and attention for each policy, in a prompt and for a
   token; the peer is dense attention. Thresholds are set to reach the requested density. Written to
   `selection.json`. `share`: only the paper's rule and the recommended policy, at more lengths.
@@ -31,6 +34,7 @@ Without a GPU only `--quick` and gradients make sense.
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +44,7 @@ from typing import Any
 import common
 import jax
 import jax.numpy as jnp
+import numpy as np
 from end_to_end import MODELS, QUICK, device_room, measure_rates
 from jaxtyping import Array
 from tqdm import tqdm
@@ -80,6 +85,7 @@ FILES = {
     "experts": "experts.json",
     "gradient": "gradients_cpu.json" if jax.default_backend() == "cpu" else "gradients.json",
     "other_gpus": "warp_prefill.json",
+    "torch": "torch_attention.json",
     "selection": "selection.json",
     "share": "selection_share.json",
 }
@@ -89,6 +95,7 @@ NAMES = {
     "linear.json": ("product", "rows", "form"),
     "experts.json": ("rows", "routing", "dtype", "form"),
     "warp_prefill.json": ("op", "batch", "tokens", "heads", "head_dim", "density"),
+    "torch_attention.json": ("tokens", "heads", "head_dim", "density", "block_size"),
 } | dict.fromkeys(
     ("selection.json", "selection_share.json"),
     ("phase", "tokens", "policy", "preset", "fields", "density"),
@@ -120,6 +127,7 @@ STACK = 8  # layers of stacked weights: more than any cache holds
 EXPERT_WEIGHTS = ("bfloat16", "float8", "int8")
 SLOW_SECONDS = 1.0  # a peer whose call takes longer is left out
 EPS = 1e-5
+TORCH_DENSE = ("torch_cudnn", "torch_flash")
 PAGES = 4  # per block of 64
 PyTree = Any
 Row = dict[str, Any]
@@ -176,7 +184,7 @@ class Case:
             return {"rows": self.rows, "routing": self.routing}
         names = ("tokens", "density", "batch", "head_dim", "dtype")
         own = {name: getattr(self, name) for name in names}
-        if self.op == "other_gpus":
+        if self.op in ("other_gpus", "torch"):
             return own | {"op": "prefill", "heads": self.heads, "block_size": self.block_size}
         own |= {"num_heads": self.heads[0], "num_kv_heads": self.heads[1]}
         if self.phase:
@@ -234,6 +242,9 @@ def cases() -> Iterator[Case]:
             for head_dim, heads in ((128, (32, 8)), (64, (32, 8)), (128, (8, 8))):
                 sizes: dict[str, Any] = {"tokens": tokens, "density": density}
                 yield Case(op="other_gpus", head_dim=head_dim, heads=heads, **sizes)
+        for tokens in (2**14, 2**15, 2**17):
+            for density, block_size in itertools.product((0.1, 0.2), (64, 128)):
+                yield Case(op="torch", tokens=tokens, density=density, block_size=block_size)
     for tokens in (2**14, 2**16):
         yield from selecting("selection", tokens, 0.1, [DENSE, *every_rule(0.1)])
     for tokens in (2**14, 2**15, 2**16, 2**17):
@@ -542,10 +553,11 @@ def tail_in_float32(case: Case, inputs: tuple[Any, ...]) -> Array:
 def prefill(case: Case) -> Measure:
     """Measures attention to a prompt's selected blocks and dense attention, or several kernels.
 
-    For `other_gpus`, kernels take block indices and the page indices of the same keys.
+    For `other_gpus`, kernels take block indices and the page indices of the same keys. For `torch`,
+    its functions take the same inputs, and FlexAttention the same blocks.
     """
     calls: dict[str, tuple[Callable[..., Array], str]] = {"peer": (dense_prompt, "dense")}
-    if case.op == "prefill":
+    if case.op != "other_gpus":
         calls["ours"] = attend_prompt, "blocks"
     for lists in ("blocks", "pages") if case.op == "other_gpus" else ():
         calls[f"warps_{lists}"] = attend_as_others, lists
@@ -562,18 +574,21 @@ def prefill(case: Case) -> Measure:
     def measure(repeats: int) -> list[Row]:
         sets = draw_forms()
         runs = {name: queued(programs[name], sets[kind]) for name, (_, kind) in calls.items()}
+        if case.op == "torch":
+            runs |= torch_calls(case, sets["blocks"])
         times, forms = common.rounds(runs, repeats), {}
         wanted = tail_in_float32(case, sets["blocks"][0])
         every = case.batch * case.tokens * (case.tokens + 1) / 2
         pairs = attended(case, sets["blocks"][0][3])
         for name, run in runs.items():
             forms[name] = milliseconds(times[name])
-            work = 4 * case.head_dim * case.heads[0] * (every if name == "peer" else pairs)
+            is_dense = name in ("peer", *TORCH_DENSE)
+            work = 4 * case.head_dim * case.heads[0] * (every if is_dense else pairs)
             forms[name]["tflops"] = work / forms[name]["ms"] / 1e9
-            if name != "peer":
-                one, other = (run(1)[:, -wanted.shape[1] :] for _ in range(2))
+            if not is_dense:
+                one, other = (in_jax(run(1))[:, -wanted.shape[1] :] for _ in range(2))
                 forms[name] |= compare(one, other, wanted)
-        if case.op == "other_gpus":
+        if case.op != "prefill":
             return [{"forms": {"cudnn": forms.pop("peer"), **forms}}]
         checks = {name: one for name, one in forms["ours"].items() if "ms" not in name}
         return [sides(times, PEER) | {"attended_pairs": pairs / every} | checks]
@@ -606,6 +621,78 @@ def attend_as_others(query: Array, key: Array, value: Array, lists: sw.BlockSele
         block_size=lists.block_size,
         row_size=lists.queries_per_row,
     )[0]
+
+
+def in_jax(out: Any) -> Array:
+    """Returns an array of JAX or torch as one of JAX."""
+    return out if isinstance(out, jax.Array) else jnp.from_dlpack(out.contiguous())
+
+
+def torch_calls(case: Case, sets: Sequence[tuple[Any, ...]]) -> dict[str, Call]:
+    """Makes calls of torch's attention to prompts: dense by two libraries, and FlexAttention."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.functional import scaled_dot_product_attention
+
+    given = []
+    for *arrays, lists in sets:
+        # As torch has them, with the heads first.
+        query, key, value = (
+            torch.from_dlpack(x).transpose(1, 2).contiguous()  # type: ignore[attr-defined]
+            for x in arrays
+        )
+        given.append((query, key, value, flex_blocks(lists)))
+    flex = torch.compile(flex_attention, dynamic=False)
+    # Its default tiles of 128 do not divide smaller blocks.
+    tiles = {"BLOCK_M": 64, "BLOCK_N": 64} if case.block_size < 128 else None
+
+    def dense(backend: Any, query: Any, key: Any, value: Any, _: Any) -> Any:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    def sparse(query: Any, key: Any, value: Any, blocks: Any) -> Any:
+        how = {"block_mask": blocks, "enable_gqa": True, "kernel_options": tiles}
+        return flex(query, key, value, **how)
+
+    def waited(call: Callable[..., Any]) -> Call:
+        run = queued(call, given)
+
+        def enqueue(count: int) -> Any:
+            out = run(count)
+            torch.cuda.synchronize()
+            return out.transpose(1, 2)
+
+        return enqueue
+
+    backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+    libraries = {
+        name: waited(functools.partial(dense, backend))
+        for name, backend in zip(TORCH_DENSE, backends, strict=True)
+    }
+    return libraries | {"flex_attention": waited(sparse)}
+
+
+def flex_blocks(lists: sw.BlockSelection) -> Any:
+    """Makes FlexAttention's `BlockMask` of the same blocks; only a row's own block has a mask."""
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, device = lists.ids.shape[2], "cuda" if torch.cuda.is_available() else "cpu"
+    padding = ((0, 0), (0, 0), (0, 0), (0, rows - lists.ids.shape[3]))
+
+    def on_device(x: Any) -> Any:
+        return torch.from_numpy(np.array(x, np.int32)).to(device)
+
+    own = np.broadcast_to(np.arange(rows)[:, None], (*lists.ids.shape[:3], rows))
+    return BlockMask.from_kv_blocks(
+        on_device(np.ones(lists.counts.shape)),
+        on_device(own),
+        on_device(lists.counts - 1),  # the last one of a list is the row's own
+        on_device(np.pad(np.minimum(lists.ids, rows - 1), padding)),
+        BLOCK_SIZE=lists.block_size,
+        mask_mod=lambda batch, head, query, key: query >= key,
+    )
 
 
 def attend_token(
@@ -1208,6 +1295,7 @@ OPERATIONS: dict[str, Callable[[Case], Measure]] = {
     "experts": experts,
     "gradient": gradient,
     "other_gpus": prefill,
+    "torch": prefill,
     "selection": selection,
     "share": selection,
 }
