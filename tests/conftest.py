@@ -22,6 +22,7 @@ if RUNS_COMPILED:
     # A program from the cache does not print its code.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
+import gc
 import random
 import subprocess
 import sys
@@ -56,6 +57,10 @@ install_import_hook(["sketchwalk_jax", "reference"], "runtime_checks.check_types
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Traces of programs are millions of objects: with Python's thresholds, collecting garbage takes a
+# twelfth of the time.
+gc.set_threshold(50_000, 20, 50)
 
 # Hypothesis' examples compile: keep them few, untimed, and equal in every run.
 settings.register_profile("sketchwalk", deadline=None, derandomize=True, max_examples=25)

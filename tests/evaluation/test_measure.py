@@ -183,7 +183,8 @@ def test_full_density_equals_dense(weights, answers, task):
             np.testing.assert_allclose(found[row, start : start + size], dense[row, :size], **CLOSE)
 
 
-@pytest.mark.parametrize("task", slow_unless("multi_key".__eq__, ["multi_key", *WITHIN]))
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["multi_key", *WITHIN])
 def test_batch_equals_one_by_one(weights, answers, task):
     some, wanted = samples(task), {DENSE: ("both",), SPARSE: PHASES}
     outcomes, scored, prompts = _run(weights, some, answers, wanted=wanted)

@@ -73,6 +73,7 @@ def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, den
     assert by_layer.mean() == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_losses_of_a_model_fall_with_the_density(plan):
     """A plain forward pass loses the same in prefill."""
     tokens, model = tiny.prompts(2304)[0], dataclasses.replace(MODEL, plan=plan)

@@ -86,7 +86,9 @@ def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
 
 
 # The end comes from the limit, inside or after a group of steps, or from a token.
-@pytest.mark.parametrize(("limit", "has_end"), [(5, False), (7, True)])
+@pytest.mark.parametrize(
+    ("limit", "has_end"), [pytest.param(5, False, marks=pytest.mark.slow), (7, True)]
+)
 def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights, limit, has_end):
     settings = Settings(model_config=MODEL, policy=POLICIES["paper"])
     prompt = (*map(jnp.asarray, prompts(*LENGTHS)), jax.random.key(0), None)

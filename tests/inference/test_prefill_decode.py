@@ -103,7 +103,14 @@ def expected_rows(layers, first: int = 0):
     return [layer.rows[first:] for layer in layers if layer.rows is not None]
 
 
-@pytest.mark.parametrize(("name", "chunk_size"), [("paper", 16), ("damped", 48), ("set", 48)])
+@pytest.mark.parametrize(
+    ("name", "chunk_size"),
+    [
+        ("paper", 16),
+        pytest.param("damped", 48, marks=pytest.mark.slow),
+        pytest.param("set", 48, marks=pytest.mark.slow),
+    ],
+)
 def test_prefill_whole_and_in_chunks_and_decode_equal_the_reference(name, chunk_size):
     config, num_new = PRESETS[name], NUM_NEW
     runs = [reference_run(name, length, num_new) for length in LENGTHS]

@@ -63,7 +63,7 @@ def _of_generation(compilations):
 # Sharing.
 
 
-@pytest.mark.parametrize("name", slow_unless(("recommended", "paper").__contains__, ANY))
+@pytest.mark.parametrize("name", slow_unless("recommended".__eq__, ANY))
 def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name):
     """Under the caller's `jit`, shapes are those of the prompts, and budgets are constants."""
     tokens, lengths = prompts(301, 150)
@@ -142,7 +142,9 @@ def test_measured_density_follows_the_density_of_each_call(weights):
     assert found[0] < found[1] < found[2] == 1.0
 
 
-@pytest.mark.parametrize("base", [POLICIES["paper"], recommended()])
+@pytest.mark.parametrize(
+    "base", [pytest.param(POLICIES["paper"], marks=pytest.mark.slow), recommended()]
+)
 def test_policies_of_ones_own_see_their_density(weights, base):
     seen = []
 
@@ -159,6 +161,7 @@ def test_policies_of_ones_own_see_their_density(weights, base):
     assert set(seen) == {base.density}
 
 
+@pytest.mark.slow
 def test_a_context_that_is_no_multiple_of_blocks_can_be_continued(weights):
     model = dataclasses.replace(MODEL, max_position_embeddings=500)
     run = generation.make_generate(model, POLICIES["paper"], max_new_tokens=4)
@@ -184,6 +187,7 @@ def test_vmap_over_keys_and_types_of_tokens(weights, compilations):
     assert not _of_generation(compilations)
 
 
+@pytest.mark.slow
 def test_a_class_is_given_up_if_memory_is_short(weights, monkeypatch):
     tokens, _ = prompts(300)
     options = {"model_config": MODEL, "policy": POLICIES["paper"], "max_new_tokens": 1}

@@ -225,7 +225,7 @@ def rows(length, used=0):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 32])
-@pytest.mark.parametrize("used", [0, 20])
+@pytest.mark.parametrize("used", [pytest.param(0, marks=pytest.mark.slow), 20])
 def test_a_selection_has_the_rows_of_the_prompt_and_no_others(weights, used, chunk_size):
     tokens, lengths = prompts(40, 20)
     options = {"model_config": MODEL, "policy": CONFIGS["paper"]}
@@ -249,7 +249,7 @@ def test_rows_are_those_of_the_sequence_that_touches_most_blocks():
         assert prompt_rows(tokens, np.array(lengths), cache, SIZE) == wanted
 
 
-@pytest.mark.parametrize("function", ["generate", "stream", "jit"])
+@pytest.mark.parametrize("function", slow_unless("generate".__eq__, ["generate", "stream", "jit"]))
 def test_generation_returns_the_rows_of_the_prompt(weights, function):
     options = OPTIONS | {"policy": CONFIGS["paper"], "return_selection": True}
     tokens, lengths = prompts(40, 20)[0], np.array([25, 20], np.int32)

@@ -77,6 +77,7 @@ def test_numbers_of_tokens_of_one_room_and_streams_share_their_programs(at_most,
         np.testing.assert_array_equal(found, out.tokens[:, :7])
 
 
+@pytest.mark.slow
 def test_a_given_capacity_reads_prompts_with_one_program(at_most, weights):
     at_most(2, 2)
     prompt, _ = prompts(40)

@@ -221,7 +221,6 @@ def evaluation(*names: str, axes: dict[str, int], **options) -> str:
 
 CHECKS = [
     call("check_model", ["recommended"], ALL, chunk_size=64),
-    call("check_bytes", ["whole_blocks"], ALL),
     call("check_products", ALL),
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
@@ -231,6 +230,7 @@ CHECKS = [
     call("check_refused_evaluation"),
 ]
 LONG_CHECKS = [
+    call("check_bytes", ["whole_blocks"], ALL),
     call("check_lists", ["recommended", "quest"], ALL),
     call("check_lists", ["paper"], ALL),
     call("check_lists", OTHERS, TWO),

@@ -121,6 +121,7 @@ def test_groups_are_as_large_as_an_expert_has_pairs():
     assert group_size(256, 8, has_kernels=True) == 8  # few rows for the decode matmul
 
 
+@pytest.mark.slow
 def test_a_model_with_experts_keeps_its_promises():
     config = dataclasses.replace(CONFIG, num_layers=3, dense_mlp_layers=(1,))
     weights = params(model=config)
@@ -149,7 +150,7 @@ def test_a_model_with_experts_keeps_its_promises():
     [
         (None, 3, None),
         ("float8", 150, None),
-        (None, 400, 200),
+        pytest.param(None, 400, 200, marks=pytest.mark.slow),
         pytest.param("float8", 3, None, marks=pytest.mark.slow),
         pytest.param(None, 150, None, marks=pytest.mark.slow),
         pytest.param("float8", 400, 200, marks=pytest.mark.slow),
@@ -179,7 +180,7 @@ def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
     ("kind", "num_tokens"),
     [
         (None, 1),
-        ("float8", 2),
+        pytest.param("float8", 2, marks=pytest.mark.slow),
         pytest.param(None, 2, marks=pytest.mark.slow),
         pytest.param("float8", 1, marks=pytest.mark.slow),
     ],

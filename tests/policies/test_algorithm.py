@@ -18,7 +18,7 @@ import specification
 from hypothesis import given
 from specification import EPS, assert_same_pages
 from tolerances import tolerance
-from variants import INTERPRET
+from variants import INTERPRET, slow_unless
 
 from sketchwalk_jax import (
     KernelConfig,
@@ -125,7 +125,7 @@ def assert_prompt_equal(name, sequence, **changes):
         np.testing.assert_allclose(own, wanted_out, **OUTPUT[case[3]])
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("name", slow_unless(("recommended", "paper").__contains__, PROMPTS))
 def test_prompts_are_what_the_specification_says(name):
     for sequence in range(len(PROMPTS[name][-1])):
         assert_prompt_equal(name, sequence)
@@ -188,7 +188,7 @@ def assert_cached_layers_equal(case, rounding, **options):
                 np.testing.assert_allclose(own[is_same], wanted_out[is_same], **OUTPUT[dtype])
 
 
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", slow_unless("recommended".__eq__, CACHED))
 def test_a_prompt_in_a_cache_and_a_token_after_it_are_what_the_specification_says(name):
     assert_cached_layers_equal(CACHED[name], WALK["rtol"], implementation="xla")
 
