@@ -17,8 +17,9 @@
 * `other_gpus`: on a Hopper GPU, attention of a prompt by other GPUs' kernel, over blocks and over
   pages, and by Hopper's. Written to `warp_prefill.json`.
 * `torch`: on a Hopper GPU, attention of a prompt over random blocks, and what torch offers for it:
-  FlexAttention over the same blocks, and dense attention by cuDNN and by flash attention. Written
-  to `torch_attention.json`.
+  dense attention by cuDNN and by flash attention, and FlexAttention over the same blocks. If
+  `nvidia-cudnn-frontend` is installed, also its block-sparse attention, which has no causal mask:
+  it computes a row's own block whole. Written to `torch_attention.json`.
 * `selection`: update of statistics, selection and attention for each policy, in a prompt and for a
   token; the peer is dense attention. Thresholds are set to reach the requested density. Written to
   `selection.json`. `share`: only the paper's rule and the recommended policy, at more lengths.
@@ -34,6 +35,7 @@ Without a GPU only `--quick` and gradients make sense.
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import math
 import time
@@ -128,6 +130,7 @@ EXPERT_WEIGHTS = ("bfloat16", "float8", "int8")
 SLOW_SECONDS = 1.0  # a peer whose call takes longer is left out
 EPS = 1e-5
 TORCH_DENSE = ("torch_cudnn", "torch_flash")
+CUDNN_SPARSE = "cudnn_block_sparse"
 PAGES = 4  # per block of 64
 PyTree = Any
 Row = dict[str, Any]
@@ -585,7 +588,7 @@ def prefill(case: Case) -> Measure:
             is_dense = name in ("peer", *TORCH_DENSE)
             work = 4 * case.head_dim * case.heads[0] * (every if is_dense else pairs)
             forms[name]["tflops"] = work / forms[name]["ms"] / 1e9
-            if not is_dense:
+            if not is_dense and name != CUDNN_SPARSE:
                 one, other = (in_jax(run(1))[:, -wanted.shape[1] :] for _ in range(2))
                 forms[name] |= compare(one, other, wanted)
         if case.op != "prefill":
@@ -629,34 +632,19 @@ def in_jax(out: Any) -> Array:
 
 
 def torch_calls(case: Case, sets: Sequence[tuple[Any, ...]]) -> dict[str, Call]:
-    """Makes calls of torch's attention to prompts: dense by two libraries, and FlexAttention."""
+    """Makes calls of attention to prompts in torch: dense, and over the same blocks."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import flex_attention
     from torch.nn.functional import scaled_dot_product_attention
 
-    given = []
-    for *arrays, lists in sets:
-        # As torch has them, with the heads first.
-        query, key, value = (
-            torch.from_dlpack(x).transpose(1, 2).contiguous()  # type: ignore[attr-defined]
-            for x in arrays
-        )
-        given.append((query, key, value, flex_blocks(lists)))
-    flex = torch.compile(flex_attention, dynamic=False)
-    # Its default tiles of 128 do not divide smaller blocks.
-    tiles = {"BLOCK_M": 64, "BLOCK_N": 64} if case.block_size < 128 else None
+    heads_first = [
+        tuple(torch.from_dlpack(x).transpose(1, 2).contiguous() for x in arrays)  # type: ignore[attr-defined]
+        for *arrays, _ in sets
+    ]
 
-    def dense(backend: Any, query: Any, key: Any, value: Any, _: Any) -> Any:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-    def sparse(query: Any, key: Any, value: Any, blocks: Any) -> Any:
-        how = {"block_mask": blocks, "enable_gqa": True, "kernel_options": tiles}
-        return flex(query, key, value, **how)
-
-    def waited(call: Callable[..., Any]) -> Call:
-        run = queued(call, given)
+    def waited(call: Callable[..., Any], *arguments: Sequence[Any]) -> Call:
+        run = queued(call, list(zip(*arguments, strict=True)))
 
         def enqueue(count: int) -> Any:
             out = run(count)
@@ -665,12 +653,46 @@ def torch_calls(case: Case, sets: Sequence[tuple[Any, ...]]) -> dict[str, Call]:
 
         return enqueue
 
+    def dense(backend: Any, inputs: Any) -> Any:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+    flex = torch.compile(flex_attention, dynamic=False)
+    # Its default tiles of 128 do not divide smaller blocks.
+    tiles = {"BLOCK_M": 64, "BLOCK_N": 64} if case.block_size < 128 else None
+
+    def flexible(inputs: Any, blocks: Any) -> Any:
+        return flex(*inputs, block_mask=blocks, enable_gqa=True, kernel_options=tiles)
+
     backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-    libraries = {
-        name: waited(functools.partial(dense, backend))
+    calls = {
+        name: waited(functools.partial(dense, backend), heads_first)
         for name, backend in zip(TORCH_DENSE, backends, strict=True)
     }
-    return libraries | {"flex_attention": waited(sparse)}
+    masks = [flex_blocks(lists) for *_, lists in sets]
+    calls["flex_attention"] = waited(flexible, heads_first, masks)
+    if importlib.util.find_spec("cudnn") is not None:
+        from cudnn.block_sparse_attention import block_sparse_attention_forward
+
+        def blocks_of_heads(lists: sw.BlockSelection) -> tuple[Any, Any]:
+            shape = (case.batch, case.heads[0], case.num_blocks)
+            ids = np.minimum(lists.ids, case.num_blocks - 1).astype(np.int32)
+            every = (
+                np.broadcast_to(ids, (*shape, ids.shape[3])),
+                np.broadcast_to(lists.counts, shape),
+            )
+            ids, counts = (torch.from_numpy(np.ascontiguousarray(x)).cuda() for x in every)
+            return ids, counts
+
+        def sparse(inputs: Any, blocks: Any) -> Any:
+            how: dict[str, Any] = {"sparse_block_size": case.block_size, "layout": "bhsd"}
+            ids, counts = blocks
+            out = block_sparse_attention_forward(*inputs, ids, q2k_block_nums=counts, **how)
+            return out["o_tensor"]
+
+        own = [blocks_of_heads(lists) for *_, lists in sets]
+        calls[CUDNN_SPARSE] = waited(sparse, heads_first, own)
+    return calls
 
 
 def flex_blocks(lists: sw.BlockSelection) -> Any:
