@@ -228,6 +228,7 @@ def _describe_kept(config: Policy, model_config: ModelConfig) -> dict[str, dict[
     """Computes the density that prompts of some lengths, and tokens after them, really have."""
     if not isinstance(config, RecommendedConfig):
         return {}
+    config = config.for_layer(0, model_config.num_layers)
     lengths = [one for one in _SHOWN_LENGTHS if one <= model_config.context_length]
     return {
         phase: {

@@ -321,15 +321,19 @@ def make_policy(
             raise UsageError(
                 f"--set must name a field of {policy}, {', '.join(known)}, got {field}"
             )
+    name = f"--policy {policy}" if preset is None else f"--preset {preset}"
     if max_kl is not None:
-        if "max_kl" not in known or density is not None:
-            what = "--density" if density is not None else f"--policy {policy}"
-            raise UsageError(f"--max-kl must be left out with {what}, got {max_kl:g}")
+        for what, is_given in {
+            "--density": density is not None,
+            "--set max_kl": "max_kl" in chosen,
+            name: "max_kl" not in known,
+        }.items():
+            if is_given:
+                raise UsageError(f"--max-kl must be left out with {what}, got {max_kl:g}")
         chosen["max_kl"] = max_kl
     if density is not None and takes_density(made):
         chosen = {"density": density} | chosen
     elif density is not None and not has_threshold(made):
-        name = f"--policy {policy}" if preset is None else f"--preset {preset}"
         reason = "" if preset is None else ", which sets its own"
         warnings.warn(f"--density has no effect with {name}{reason}", stacklevel=2)
     try:

@@ -46,6 +46,8 @@ REPRESENTATIVES = (4, 8, 16, 32)
 TASKS = ("multi_key", "text_loss", "single_needle", "mid_prompt")
 # The end of a prompt holds the question in few tokens: it counts as much as the rest.
 _LAST_TOKENS = 64
+# A plan's prompts may be short: with a larger minimum, all low densities would keep the same keys.
+_LEAST_TOKENS = 256
 LOSS_DENSITIES = (0.05, 0.1, 0.2, 0.4)
 PASSAGES = 4
 """Texts of each length by which `measure_losses` is called."""
@@ -71,16 +73,16 @@ def make_plan(
 
     in nats, where `p` is the distribution of the next token and `d` the measured density. Both
     means over tokens weigh the last 64 tokens by one half and the last two thirds of the prompt,
-    where budgets are above their minimum, by the other. `share` is a softmax weight of dense
-    attention, and list `i` is selected with `R` representative queries at `d_0`. `miss` complements
-    the error, a mean that hardly shows a retrieval by one head for one token.
+    where budgets are above a minimum of 256 keys, by the other. `share` is a softmax weight of
+    dense attention, and list `i` is selected with `R` representative queries at `d_0`. `miss`
+    complements the error, a mean that hardly shows a retrieval by one head for one token.
 
     Args:
       params: Parameter tree, on one device or on a mesh.
       prompts: Tokens of each prompt.
       model_config: The model.
-      policy: The policy; `RecommendedConfig()` by default. Its density, plan and dense layers have
-        no effect.
+      policy: The policy; `RecommendedConfig()` by default. Its density, `max_kl`, plan, dense
+        layers and a `min_tokens` above 256 have no effect.
       densities: Nominal densities to try, ascending, in (0, 1).
       representatives: Numbers of representative queries to try in addition to the policy's own;
         numbers above the block size are skipped.
@@ -97,8 +99,12 @@ def make_plan(
       >>> plan = make_plan(params, prompts, model_config=model_config)  # doctest: +SKIP
       >>> policy = RecommendedConfig(density=0.1, plan=plan)  # doctest: +SKIP
     """
+    policy = policy or RecommendedConfig()
+    first, second = (min(one, _LEAST_TOKENS) for one in policy.least_tokens)
     policy = dataclasses.replace(
-        policy or RecommendedConfig(),
+        policy,
+        max_kl=None,
+        min_tokens=(first, second),
         plan=None,
         num_layers=None,
         dense_layers=0,
@@ -356,7 +362,18 @@ def measure_losses(
 
     Returns:
       A loss for each phase and density.
+
+    Raises:
+      ValueError: If there are no texts, or one is too short or too long.
     """
+    if not passages:
+        raise ValueError("passages must hold at least one text, got none")
+    for count in map(len, passages):
+        if not _LAST_TOKENS < count <= num_tokens:
+            raise ValueError(
+                f"passages must have more than {_LAST_TOKENS} and at most {num_tokens} tokens, got "
+                f"one of {count}"
+            )
     where = placement_of(params, model_config)
     settings = partial(Settings, model_config=model_config, placement=where)
     plain = settings(policy=Dense())

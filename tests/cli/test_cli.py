@@ -305,6 +305,15 @@ def test_info_sizes_cache_and_parameters_from_headers(model: Path, sketchwalk, m
     assert f"JAX {jax.__version__}" in text
 
 
+def test_info_counts_dense_layers_in_what_a_policy_keeps(tmp_path: Path, sketchwalk):
+    checkpoints.write_checkpoint(tmp_path, num_hidden_layers=4, max_position_embeddings=65536)
+    command = ("info", "--model", tmp_path, "--set", "dense_layers=1", "--density", "0.4", "--json")
+    kept = json.loads(sketchwalk(*command)[0])["kept"]
+    assert {phase: one["65536"] for phase, one in kept.items()} == pytest.approx(
+        {"prefill": 0.4, "decode": 0.4}, abs=0.01
+    )
+
+
 def test_info_counts_the_experts_of_a_token(tmp_path: Path, sketchwalk):
     for layers, mlp, where in (([], "", ""), ([0], ", mlp 64", ", in 1 of 2 layers")):
         tensors = checkpoints.write_checkpoint(tmp_path, "qwen3_moe", mlp_only_layers=layers)

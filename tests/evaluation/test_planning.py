@@ -59,6 +59,14 @@ def test_every_layer_is_measured_at_several_densities(plan):
     assert all(weight > 0 for weight in plan.weights)
 
 
+@pytest.mark.slow
+def test_a_plan_of_the_default_policy_knows_densities_below_its_minimum():
+    tokens = tiny.prompts(1024)[0]
+    found = make_plan(tiny.params(model=MODEL), [tokens[0]], model_config=MODEL)
+    for densities in found.densities:  # 256 of 1,024 keys are 0.44 of all pairs
+        assert len(densities) >= 3 and densities[0] < 0.5 < densities[-1]
+
+
 @pytest.mark.parametrize("density", slow_unless((0.1).__eq__, [0.1, 0.2]))
 def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, density):
     policy = dataclasses.replace(SMALL, density=density, plan=plan)
@@ -132,6 +140,15 @@ def test_a_density_is_fitted_with_the_plan():
 def test_prompts_that_tell_nothing_are_refused(prompts, message):
     with pytest.raises(ValueError, match=message):
         make_plan(tiny.params(model=MODEL), prompts, model_config=MODEL, policy=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"), [([], "at least one text"), ([64], "one of 64"), ([300, 257], "of 300")]
+)
+def test_texts_that_tell_nothing_are_refused(lengths, message):
+    texts = [np.zeros(one, np.int32) for one in lengths]
+    with pytest.raises(ValueError, match=message):
+        measure_losses(tiny.params(model=MODEL), texts, model_config=MODEL, num_tokens=256)
 
 
 def test_prompts_are_of_several_tasks_and_never_twice_the_same(tmp_path):
