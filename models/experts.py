@@ -302,8 +302,10 @@ def _sum_of_single_pairs(
 
     On a GPU, a launch costs as much as the router's product: nothing is sorted, and rows are not
     copied for each of their experts. Rows are multiplied by the norm's scale only. The root, which
-    one kernel computes along with the choice, divides sums.
+    one kernel computes along with the choice, divides sums. In float16, rows could overflow before.
     """
+    if scale is not None and x.dtype == jnp.float16:
+        return None
     k, rows = model_config.experts_per_token, x
     if scale is not None:
         rows = (x.astype(jnp.float32) * scale[None].astype(jnp.float32)).astype(x.dtype)

@@ -59,12 +59,14 @@ class Loss:
         is_right = (
             self.phase in PHASES
             and isinstance(self.tokens, int)
+            and not isinstance(self.tokens, bool)
             and self.tokens > 0
             and _are_numbers(own)
             and _are_amounts(own)
             and 0 < self.density <= 1
             and 0 < self.kept <= 1
             and self.same <= 1
+            and self.kl <= self.most
         )
         if not is_right:
             raise ValueError(f"a loss must have a phase and amounts in their ranges, got {self}")

@@ -100,8 +100,10 @@ class Auto:
     `generate`, `make_generate`, `stream` and `LanguageModel` use an `Auto` by default, and accept
     one in place of a policy. On NVIDIA GPUs without measurements, the choice follows measurements
     of the same code on an H200. The results of these functions say what was chosen
-    (`Generation.choice`). `Auto` changes results: below the break-even, attention is dense. A call
-    with a cache continues with the policy that the cache was made for.
+    (`Generation.choice`). `Auto` changes results: below the break-even, attention is dense. A phase
+    in which the recommended policy keeps all keys (`min_tokens`, `max_kl`) is dense too, as lists
+    of all keys would gain nothing. A call with a cache continues with the policy that the cache was
+    made for.
 
     A break-even applies to a call if it has the same device, policy and block size. Its density is
     the smallest measured one that is not below the policy's. Its batch is the largest
@@ -150,6 +152,7 @@ class Auto:
         model_config: ModelConfig,
         *,
         batch: int = 1,
+        tokens: int | None = None,
         device: str | None = None,
     ) -> BreakEven | str:
         """Returns the break-even that applies to a model, or the reason why there is none.
@@ -158,6 +161,8 @@ class Auto:
           phase: `"prefill"` or `"decode"`.
           model_config: Configuration of the model.
           batch: Number of sequences.
+          tokens: Length of the call, on which the density depends with `max_kl`. Default: the
+            policy's `density`, which is the least at any length.
           device: The kind of device. Default: the kind of JAX's default device.
         """
         policy = self.policy(model_config)
@@ -169,6 +174,8 @@ class Auto:
         if not found:
             return f"no measurement for this device, {device}"
         name, density = type(policy).__name__, getattr(policy, "density", None)
+        if tokens is not None and isinstance(policy, RecommendedConfig):
+            density = policy.density_at(phase, tokens)
         found = [one for one in found if one.policy == name and one.block_size == self.block_size]
         if not found or density is None:
             return f"no measurement of {name} with blocks of {self.block_size} on {device}"
@@ -235,21 +242,18 @@ class Auto:
         own = [one for one in policy.phases if phase in (_BOTH, one)]
         sparse, reasons = [], []
         for one in own:
-            found = self.find(one, model_config, batch=batch)
+            if isinstance(policy, RecommendedConfig):
+                longest = tokens + (max_new_tokens if one == "decode" else 0)
+                if policy.keeps_all(one, longest):
+                    reasons.append(f"{one} dense: it would keep all keys of {longest:,} tokens")
+                    continue
+            found = self.find(one, model_config, batch=batch, tokens=lengths[one])
             if is_spread:
                 found = "no measurement on several devices"
             pays = None if isinstance(found, str) else found.pays(lengths[one])
-            why = _why(found, lengths[one], pays)
-            if isinstance(policy, RecommendedConfig):
-                if policy.is_dense_in(one):
-                    reasons.append(f"{one} dense: no density keeps to max_kl {policy.max_kl:g}")
-                    continue
-                longest = tokens + (max_new_tokens if one == "decode" else 0)
-                least = policy.least_tokens[one == "decode"]
-                if pays is None and longest <= least:
-                    why = f"keeps all keys, as it does up to {least:,} tokens"
             if pays is not False:
                 sparse.append(one)
+            why = _why(found, lengths[one], pays)
             reasons.append(f"{one} {'dense' if pays is False else 'sparse'}: {why}")
         if cache is not None:
             keeps = type(policy).init_statistics is not Policy.init_statistics

@@ -17,8 +17,10 @@ Lists hold pages of 16 keys, a quarter of a block. The keys that a query needs s
 a page, so the same number of keys reaches four times as many places.
 """
 
+import bisect
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -353,10 +355,21 @@ class RecommendedConfig(ScorePolicy):
         found = own if numbers is None else numbers["token" if is_token else "prompt"]
         return found, int(own.max())
 
-    def is_dense_in(self, phase: str) -> bool:
-        """Whether `max_kl` leaves no position of a phase sparse."""
-        own = self.max_kl is not None
-        return own and all(one == 1.0 for _, one in self.least_densities(phase))
+    def keeps_all(self, phase: str, tokens: int) -> bool:
+        """Whether each of the first `tokens` tokens attends to all keys before it in a phase."""
+        used = (one for start, one in self.least_densities(phase) if start < tokens)
+        return tokens <= self.least_tokens[PHASES.index(phase)] or all(one == 1.0 for one in used)
+
+    def density_at(self, phase: str, tokens: int) -> float:
+        """The density of a prompt of `tokens` tokens, or of a token decoded after as many.
+
+        Without `max_kl` it is `density`. `min_tokens` is not counted.
+        """
+        starts, densities = zip(*self.least_densities(phase), strict=True)
+        if phase == "decode":
+            return densities[bisect.bisect_right(starts, tokens) - 1]
+        edges = np.minimum((*starts, math.inf), tokens) ** 2  # a prompt has tokens² / 2 pairs
+        return round(float(np.average(densities, weights=np.diff(edges))), 6)
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """Returns the walk before the first sparse layer."""

@@ -20,6 +20,7 @@ import quantized_weights  # noqa: E402
 import tables  # noqa: E402
 
 
+@pytest.mark.slow
 def test_distributions_are_compared_as_the_equations_say(monkeypatch):
     monkeypatch.setattr(quantized_weights, "_CHUNK", 4)  # the last chunk is not full
     params = init_params(jax.random.key(0), tiny.MODEL)

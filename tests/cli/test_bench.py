@@ -80,6 +80,7 @@ def asked(monkeypatch) -> list[int]:
 
 
 @pytest.mark.unchecked
+@pytest.mark.slow
 def test_times_are_measured(run):
     found, table, _ = run("--tokens", "128")
     keys = [(row["policy"], row["task"]) for row in found["rows"]]

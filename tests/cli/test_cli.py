@@ -185,6 +185,7 @@ def test_density_of_a_policy_with_a_threshold_is_found_on_another_text(started, 
     assert float(found[2]) == pytest.approx(0.8, abs=0.1)
 
 
+@pytest.mark.slow
 def test_chat_and_the_text_level_set_a_threshold_as_generate_does(started, model, monkeypatch):
     asked, policy = [], MInferenceConfig()
 

@@ -161,6 +161,7 @@ def test_answers_are_those_to_text_and_question_in_one_prompt(demo, model, token
 BESIDE = (*PAPER, "--policy", "streaming")
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_the_measurements_of_all(demo, tokenizer):
     out, err = demo(*BESIDE, "--phase", "both", "--no-plot", "--json")
     found = json.loads(out)

@@ -134,6 +134,7 @@ def test_decode_equals_numpy(weights):
         assert (metadata > 0) == (one is full)  # sketches; streaming reads none
 
 
+@pytest.mark.slow
 def test_full_selection_holds_everything_and_partial_selection_does_not(weights):
     tokens, lengths = prompts(LENGTH, 200)
     sums, _ = _probe(weights, tokens, lengths, FULL)

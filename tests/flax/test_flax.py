@@ -170,6 +170,7 @@ def test_assigning_a_parameter_changes_the_logits():
     np.testing.assert_allclose(model(tokens), expected, **tolerance("logits"))
 
 
+@pytest.mark.slow
 def test_a_gradient_step_of_a_module_with_experts_lowers_the_loss():
     model = CausalLM.from_params(tiny.params(model=tiny.EXPERTS), tiny.EXPERTS)
     optimizer = nnx.Optimizer(model, optax.sgd(0.03), wrt=nnx.Param)

@@ -104,6 +104,7 @@ def turned(x, positions):
 LAYER = {"num_kv_heads": 1, "rotate": turned, "use_bias": True}
 
 
+@pytest.mark.slow
 def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache():
     x = jax.random.normal(jax.random.key(1), (2, TOKENS, WIDTH))
     lengths = jnp.array([TOKENS, 50], jnp.int32)

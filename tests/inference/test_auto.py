@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 from tiny import MODEL, POLICIES, params, prompts
 
 import sketchwalk_jax as sw
@@ -20,6 +21,7 @@ from sketchwalk_jax.inference import generation
 from sketchwalk_jax.inference.auto import BreakEven, default_policy
 from sketchwalk_jax.language_model import LanguageModel
 from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax.plan import PHASES, Loss
 from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
@@ -132,17 +134,22 @@ def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options
     assert message in found.reasons[0] and "prefill sparse: no measurement" in found.reasons[0]
 
 
-def test_a_phase_that_keeps_all_keys_says_so_where_nothing_was_measured():
-    every = "sparse: keeps all keys, as it does up to"
+def test_a_phase_that_keeps_all_keys_is_dense():
     unknown = "sparse: no measurement for this device, cpu"
     for tokens, new, prefill, decode in (
-        (1280, 768, f"{every} 1,280 tokens", f"{every} 2,048 tokens"),
-        (1280, 769, f"{every} 1,280 tokens", unknown),
-        (1281, 0, unknown, f"{every} 2,048 tokens"),
+        (1280, 768, 1280, 2048),
+        (1280, 769, 1280, None),
+        (1281, 0, None, 1281),
     ):
         found = Auto(measured=()).choose(MODEL, batch=1, tokens=tokens, max_new_tokens=new)
-        assert found.reasons == (f"prefill {prefill}", f"decode {decode}")
-        assert found.phase == "both"
+        expected = (
+            f"{phase} " + (f"dense: it would keep all keys of {kept:,} tokens" if kept else unknown)
+            for phase, kept in (("prefill", prefill), ("decode", decode))
+        )
+        assert found.reasons == tuple(expected)
+        assert found.phase == {1281: "prefill"}.get(tokens, "decode" if decode is None else "both")
+    every = sw.SketchWalkConfig.recommended(density=1.0)
+    assert what(Auto(every, ()).choose(MODEL, batch=1, tokens=2**20)) == ("dense", "both")
 
 
 def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
@@ -172,21 +179,48 @@ def test_the_default_is_sparse_where_that_is_expected_to_pay(capability, monkeyp
     monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
     monkeypatch.setattr("sketchwalk_jax.inference.auto.device_kind", lambda: "some GPU")
     assert default_policy(MODEL) == Auto(sw.SketchWalkConfig.recommended())
-    prompt, _ = prompts(20)
-    call = functools.partial(sw.generate, model_config=MODEL, max_new_tokens=1)
-    choice = jax.eval_shape(lambda x: call(params(), x), jnp.asarray(prompt)).choice
-    assert choice.phase != "prefill" and "prefill dense: 20 tokens" in choice.reasons[0]
+    prompt = jax.ShapeDtypeStruct((1, 2100), jnp.int32)
+    model_config = dataclasses.replace(MODEL, max_position_embeddings=4096)
+    call = functools.partial(sw.generate, model_config=model_config, max_new_tokens=1)
+    choice = jax.eval_shape(lambda x: call(params(), x), prompt).choice
+    assert choice.phase != "prefill" and "prefill dense: 2,100 tokens" in choice.reasons[0]
 
 
 def test_a_loss_that_no_density_keeps_to_is_dense():
     policy = sw.SketchWalkConfig.recommended(max_kl=0.1)
     found = Auto(policy, ()).choose(MODEL, batch=1, tokens=2**20)
     assert what(found) == ("sparse", "decode")
-    assert found.reasons[0] == "prefill dense: no density keeps to max_kl 0.1"
+    assert found.reasons[0] == "prefill dense: it would keep all keys of 1,048,576 tokens"
     strict = dataclasses.replace(policy, max_kl=1e-6)
     assert what(Auto(strict, ()).choose(MODEL, batch=1, tokens=2**20)) == ("dense", "both")
 
 
+def test_each_phase_is_looked_up_at_its_own_density():
+    losses = tuple(
+        Loss(phase, tokens, density, kept=density, kl=0.001, most=0.001, same=1.0)
+        for phase, tokens, density in (
+            ("prefill", 4096, 0.4),
+            ("prefill", 16384, 0.2),
+            ("decode", 4096, 0.1),
+        )
+    )
+    plan = dataclasses.replace(tiny.plan(*((0.1, 0.5),) * MODEL.num_layers), model_losses=losses)
+    policy = sw.SketchWalkConfig.recommended(max_kl=0.1, plan=plan, block_size=16)
+    assert policy.density_at("decode", 20) == policy.density == 0.1
+    assert policy.density_at("prefill", 16384) == 0.4
+    # 0.4 of the first quarter of the pairs, and 0.2 of the others.
+    assert policy.density_at("prefill", 32768) == pytest.approx(0.25)
+    table = tuple(
+        dataclasses.replace(one, policy="RecommendedConfig", density=density, tokens=tokens)
+        for one in TABLE
+        for density, tokens in ((0.1, 1), (0.3, None))
+    )
+    find = Auto(policy, table).find
+    assert [find(one, MODEL, tokens=32768).density for one in PHASES] == [0.3, 0.1]
+    assert "density of 0.4 or more" in find("prefill", MODEL, tokens=16384)
+
+
+@pytest.mark.slow
 def test_room_for_later_turns_counts_like_tokens():
     """Later turns continue with the policy of the first one."""
     weights, (prompt, _) = params(), prompts(40)

@@ -86,9 +86,8 @@ def test_end_of_sequence_stops_a_sequence_and_pads_it(weights):
 
 
 # The end comes from the limit, inside or after a group of steps, or from a token.
-@pytest.mark.parametrize(
-    ("limit", "has_end"), [pytest.param(5, False, marks=pytest.mark.slow), (7, True)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "has_end"), [(5, False), (7, True)])
 def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights, limit, has_end):
     settings = Settings(model_config=MODEL, policy=POLICIES["paper"])
     prompt = (*map(jnp.asarray, prompts(*LENGTHS)), jax.random.key(0), None)
@@ -235,6 +234,7 @@ def test_forward_gives_the_logits_that_prefill_gives(weights):
     np.testing.assert_allclose(last, logits, **tolerance("logits"))
 
 
+@pytest.mark.slow
 def test_density_counts_dense_layers_and_both_phases(weights):
     prompt, lengths = prompts(LENGTHS[0])
     run = functools.partial(generate, weights, prompt, policy=POLICIES["paper"], lengths=lengths)

@@ -75,7 +75,8 @@ def own_model(params, tokens, lengths, caches, *, config):
     return unembed(params, last, model_config=MODEL), tuple(caches), lists[1]
 
 
-@pytest.mark.parametrize("name", ["recommended", pytest.param("paper", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recommended", "paper"])
 def test_layers_with_their_own_caches_are_the_model(name):
     config, params = CONFIGS[name], tiny.params()
     tokens, lengths = tiny.prompts(90, 55)

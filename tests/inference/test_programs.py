@@ -118,6 +118,7 @@ def test_a_session_compiles_two_programs_a_class(weights, compilations):
     assert len({length_class(n, growth=4) for n in lengths.tolist()}) == 4  # with kernels
 
 
+@pytest.mark.slow
 def test_padding_on_the_left_and_later_turns_compile_nothing(weights, compilations):
     policy = recommended()
     run = generation.make_generate(MODEL, policy, max_new_tokens=4, max_tokens=500)
@@ -142,9 +143,8 @@ def test_measured_density_follows_the_density_of_each_call(weights):
     assert found[0] < found[1] < found[2] == 1.0
 
 
-@pytest.mark.parametrize(
-    "base", [pytest.param(POLICIES["paper"], marks=pytest.mark.slow), recommended()]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [POLICIES["paper"], recommended()])
 def test_policies_of_ones_own_see_their_density(weights, base):
     seen = []
 
@@ -171,6 +171,7 @@ def test_a_context_that_is_no_multiple_of_blocks_can_be_continued(weights):
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.slow
 def test_vmap_over_keys_and_types_of_tokens(weights, compilations):
     tokens, _ = prompts(30)
     options = {"model_config": MODEL, "policy": POLICIES["paper"], "max_new_tokens": 3}
@@ -263,6 +264,7 @@ def test_a_later_process_loads_programs(weights, used, compilations):
     assert not _of_generation(compilations)
 
 
+@pytest.mark.slow
 def test_damaged_programs_are_compiled_and_written_again(weights, used, compilations, monkeypatch):
     first, folder = used
     files = {path: path.read_bytes() for path in folder.iterdir()}
@@ -323,6 +325,7 @@ def test_policies_of_ones_own_are_not_kept(weights, folder):
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_programs_used_longest_ago_go_first(weights, used, monkeypatch):
     _, folder = used
     old = list(folder.iterdir())
@@ -334,6 +337,7 @@ def test_the_programs_used_longest_ago_go_first(weights, used, monkeypatch):
     assert len(left) == 2 and not set(old) & set(left)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_no_error(weights, folder, monkeypatch):
     def fail(*arguments):
         raise OSError("no space left on device")
@@ -389,6 +393,7 @@ print([name for name in names if "decod" in name])
 """
 
 
+@pytest.mark.slow
 def test_processes_share_programs(tmp_path, program_environment):
     tests = str(next(p for p in map(os.path.abspath, sys.path) if os.path.exists(f"{p}/tiny.py")))
     environment = program_environment | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
@@ -431,6 +436,7 @@ def test_a_failure_to_compile_is_raised_and_tried_again(weights, monkeypatch):
     assert _answer(weights).shape == (1, 3)
 
 
+@pytest.mark.slow
 def test_a_slow_compilation_says_so_in_a_terminal(weights, monkeypatch, capsys):
     for is_terminal in (False, True):
         _forget()

@@ -220,7 +220,6 @@ def evaluation(*names: str, axes: dict[str, int], **options) -> str:
 
 
 CHECKS = [
-    call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_products", ALL),
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
@@ -230,6 +229,7 @@ CHECKS = [
     call("check_refused_evaluation"),
 ]
 LONG_CHECKS = [
+    call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_bytes", ["whole_blocks"], ALL),
     call("check_lists", ["recommended", "quest"], ALL),
     call("check_lists", ["paper"], ALL),
@@ -291,7 +291,8 @@ def test_ranks_read_their_share(check, tmp_path: Path):
     check(call("check_loading", str(tmp_path / "model"), str(tmp_path / "saved")))
 
 
-@pytest.mark.parametrize("weights", slow_unless("float8".__eq__, ["float8", "int8"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float8", "int8"])
 def test_ranks_quantise_what_one_device_would(weights, check, tmp_path: Path):
     write_checkpoint(tmp_path / "model", "qwen3_moe", **_EXPERTS)
     check(call("check_eight_bits", str(tmp_path / "model"), weights))

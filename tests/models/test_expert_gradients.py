@@ -89,6 +89,7 @@ def test_bfloat16_sums_over_a_long_prompt_are_rounded_once():
         assert np.linalg.norm(one - other) < 0.004 * np.linalg.norm(other)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_model_equal_those_of_all_experts():
     tokens, lengths = tiny.prompts(24, 17)
 

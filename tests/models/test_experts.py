@@ -149,7 +149,7 @@ def test_a_model_with_experts_keeps_its_promises():
     ("kind", "num_tokens", "most_tokens"),
     [
         (None, 3, None),
-        ("float8", 150, None),
+        pytest.param("float8", 150, None, marks=pytest.mark.slow),
         pytest.param(None, 400, 200, marks=pytest.mark.slow),
         pytest.param("float8", 3, None, marks=pytest.mark.slow),
         pytest.param(None, 150, None, marks=pytest.mark.slow),
@@ -207,3 +207,15 @@ def test_kernels_mix_decoded_tokens_and_normalise_them(kind, num_tokens):
     exact = mix(wide[0], is_token, wide[1], jnp.int32(LAYER), scale=wide[2], model_config=config)
     error = np.linalg.norm(np.float32(found) - exact) / np.linalg.norm(exact)
     assert 0 < error < tolerance("kernel", jnp.bfloat16)["atol"]
+
+
+@pytest.mark.interpreted
+def test_decoded_tokens_in_float16_are_normalised_before_they_overflow():
+    config = dataclasses.replace(CONFIG, hidden_size=128, expert_intermediate_size=128)
+    config = dataclasses.replace(config, num_experts=64)  # each pair is a group
+    stacks = params(jnp.float16, config)["layers"]
+    x = 20_000 * jax.random.rademacher(jax.random.key(1), (1, 1, 128), jnp.float16)
+    given = x, None, stacks, jnp.int32(LAYER)
+    sizes = {"scale": jnp.full(128, 4, jnp.float16), "model_config": config}
+    found = mixture(*given, **sizes, kernel_config=KernelConfig(interpret=INTERPRET))
+    np.testing.assert_allclose(found, mixture(*given, **sizes), **tolerance("kernel", jnp.float16))

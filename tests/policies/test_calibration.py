@@ -135,6 +135,7 @@ def fit(tokens, lengths=None, config=ADAMAS):
     return fit_thresholds(tiny.params(), tokens, lengths, policy=config, model_config=tiny.MODEL)
 
 
+@pytest.mark.slow
 def test_thresholds_are_the_quartiles_of_the_keys_of_sparse_layers():
     tokens, lengths = tiny.prompts(100, 100, seed=5)
     cache = init_cache(tiny.MODEL, Dense(), batch=2, max_tokens=128)

@@ -404,6 +404,7 @@ def test_programs_do_not_know_the_allowed_loss():
 # Runs with a plan.
 
 
+@pytest.mark.slow
 def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():
     plan = tiny.plan((0.1, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
     model = dataclasses.replace(tiny.MODEL, plan=plan, max_position_embeddings=4096)

@@ -150,6 +150,7 @@ def test_oracle_keeps_the_heaviest_blocks(forced, aggregation):
     assert selected(config, query, key, lengths) == wanted
 
 
+@pytest.mark.slow
 def test_no_policy_recalls_more_mass_than_the_oracle():
     lengths = (CAPACITY, 200)
     drawn, query, key = draw(*lengths)
@@ -242,7 +243,8 @@ def test_decode_selects_for_the_row_of_its_token(name):
 
 
 @pytest.mark.parametrize("name", IN_A_MODEL)
-@pytest.mark.parametrize("density", [0.1, pytest.param(0.55, marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("density", [0.1, 0.55])
 def test_measured_density_is_within_one_block_per_row_of_nominal(name, density):
     config = named(name, block_size=SIZE, dense_layers=1, density=density)
     tokens, lengths = tiny.prompts(500, 471)
@@ -282,7 +284,8 @@ def generated(config, **options):
     return generate(tiny.params(), tokens, policy=config, **options)
 
 
-@pytest.mark.parametrize("name", slow_unless("quest".__eq__, ONE_PHASE))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_PHASE)
 def test_generation_is_sparse_in_one_phase_and_dense_in_the_other(name):
     config = named(name, block_size=SIZE, dense_layers=1, **SOME_AND_ALL[name][0])
     (phase,) = config.phases

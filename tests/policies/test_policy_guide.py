@@ -76,6 +76,7 @@ def test_the_example_selects_by_its_equation_whole_and_in_chunks(policy):
     np.testing.assert_allclose(sums[0, 2, 0], drawn[2].keys[0].sum(0), **tolerance("scores"))
 
 
+@pytest.mark.slow
 def test_the_example_generates(policy, page):
     params = tiny.params()
     tokens, lengths = tiny.prompts(200, 170)

@@ -97,6 +97,7 @@ def test_scores_equal_the_reference(group, head_dim):
 
 
 @given(lengths=st.lists(st.integers(1, 80), min_size=3, max_size=3))
+@pytest.mark.slow
 def test_ragged_batches_score_as_single_sequences(lengths):
     config = SketchWalkConfig.paper(block_size=16, sketch_dim=8)
     layers = cases.draw_layers(1, num_layers=3, num_tokens=80)

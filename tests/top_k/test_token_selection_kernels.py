@@ -253,7 +253,8 @@ SPREAD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_unless(SPREAD_CASES[0].__eq__, SPREAD_CASES), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SPREAD_CASES, ids=str)
 def test_many_programs_add_up_heads_as_one_does(case, patch):
     """Compiled kernels give the same lists and page scores, bit for bit.
 
