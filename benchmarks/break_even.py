@@ -1,4 +1,4 @@
-"""Finds break-even lengths, from which sparse is not slower than dense attention, for `Auto`.
+"""Finds break-even lengths, from which sparse attention is worth its losses, for `Auto`.
 
 From them `report.py` writes `sketchwalk_jax/inference/break_even.json`, which ships with the
 package, and a sentence of README.md. Rows of `results/end_to_end.json` give the lengths of whole
@@ -23,13 +23,19 @@ from sketchwalk_jax.policies import by_name
 DENSITY = 0.2  # of the default policy
 PRESETS = ("recommended", "paper")
 KEPT, MEASURED = "break_even.json", "end_to_end.json"
+GAINS = {"prefill": 1.1, "decode": 1.0}
+"""Least ratio of the times of dense and sparse attention at which a phase is sparse.
+
+A prompt that is read sparsely loses several times more answers than tokens that are decoded so
+(QUALITY.md), which 6 % of a prompt of 8,192 tokens are not worth.
+"""
 SHORT = 8192  # tokens; a policy that pays from this length on may pay at all lengths
 TABLE = common.ROOT / "sketchwalk_jax" / "inference" / "break_even.json"
 Row = dict[str, Any]
 
 
 def break_evens(results: Path) -> list[BreakEven]:
-    """Lists all break-evens of the existing results, measured ones first.
+    """Lists all break-evens of the existing results, measured ones first; see `GAINS`.
 
     Args:
       results: Folder of the results.
@@ -84,7 +90,7 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
         own[tokens] = min(row["speedup"], own.get(tokens, math.inf))  # of models of equal width
     found = []
     for (phase, name, preset, density, width, batch), by_length in groups.items():
-        tokens = least_tokens(by_length)
+        tokens = least_tokens(by_length, GAINS[phase])
         if not is_known(tokens, by_length):
             continue
         policy = by_name(name, preset=preset, density=density)
@@ -104,11 +110,11 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
     return found
 
 
-def least_tokens(by_length: Mapping[int, float]) -> int | None:
-    """Finds the least length from which on no ratio is below 1; None if the longest's is."""
+def least_tokens(by_length: Mapping[int, float], gain: float) -> int | None:
+    """Finds the least length from which on no ratio is below `gain`; None if the longest's is."""
     found = None
     for tokens in sorted(by_length, reverse=True):
-        if by_length[tokens] < 1.0:
+        if by_length[tokens] < gain:
             break
         found = tokens
     return found
@@ -148,13 +154,16 @@ def sentence(results: Path) -> str:
     parts = []
     for device in dict.fromkeys(one.device for one in own):
         some = []
-        for phase, what in (("prefill", "to read prompts of"), ("decode", "to decode after")):
+        for phase, what in (
+            ("prefill", "a tenth less time to read prompts of"),
+            ("decode", "no more time to decode after"),
+        ):
             found = [one for one in own if (one.device, one.phase) == (device, phase)]
             some += [f"{what} {_span(found)}"] if found else []
         parts.append(f"on {_device(device)}, {' and '.join(some)}")
     return (
-        f"With density {DENSITY:g} and one sequence, `recommended` takes no more time than dense "
-        f"attention {'; '.join(parts)}. Below that, attention is dense by default (`Auto`)."
+        f"With density {DENSITY:g} and one sequence, `recommended` takes, beside dense attention, "
+        f"at least {'; '.join(parts)}. Below that, attention is dense by default (`Auto`)."
     )
 
 

@@ -212,10 +212,10 @@ def _describe_cache(
 
 
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
-    """Finds the number of tokens from which on the policy is no slower than dense attention.
+    """Finds the number of tokens from which on the policy is measured to pay (see `Auto`).
 
-    The number is for one sequence. `tokens` is None without a measurement, or if the policy was
-    slower up to `longest` tokens.
+    The number is for one sequence. `tokens` is None without a measurement, or if the policy did not
+    pay up to `longest` tokens.
     """
     found = Auto(config).find(phase, model_config)
     if isinstance(found, str):
@@ -348,5 +348,5 @@ def _where(tokens: int | None, longest: int | None, is_expected: bool, problem: 
         return problem
     how = " (expected, not measured on this device)" if is_expected else ""
     if tokens is None:
-        return f"nowhere up to {longest:,} tokens, where dense attention is faster{how}"
-    return f"from {tokens:,} tokens on, below which dense attention is faster{how}"
+        return f"nowhere up to {longest:,} tokens, where attention is dense by default{how}"
+    return f"from {tokens:,} tokens on, below which attention is dense by default{how}"

@@ -2,7 +2,9 @@
 
 `Auto` uses dense attention below the measured break-even length and sparse attention above it.
 
-Selecting blocks takes time, so sparse attention is faster only from some length on. `Auto` is not a
+Selecting blocks takes time, so sparse attention is faster only from some length on. In prefill the
+break-even is the length from which on it saves a tenth of the time, because prompts that are read
+sparsely lose more answers than tokens that are decoded sparsely. `Auto` is not a
 policy. It is replaced by a policy for each phase before tracing, because the choice depends only on
 the sizes of the call. It uses only measurements: `break_even.json` in this folder, which
 `benchmarks/report.py` writes from the benchmarks' results. For GPUs without measurements, it uses
@@ -32,7 +34,7 @@ _MOST_TIMES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BreakEven:
-    """The number of tokens from which a policy was measured to be no slower than dense attention.
+    """The number of tokens from which a policy was measured to pay (in prefill, to save a tenth).
 
     Linear layers take the same time with both. So the sign of the difference depends on attention
     only, and `width` is the size of attention.
@@ -47,8 +49,8 @@ class BreakEven:
       block_size: Tokens per block of the policy.
       width: Number of query heads times the size of a head.
       batch: Number of sequences.
-      tokens: The smallest measured length from which the policy was at least as fast at every
-        length. None if it was slower at the longest length.
+      tokens: The smallest measured length from which on the policy was at least as fast as dense
+        attention (in prefill, took at most 1 / 1.1 of its time). None if it was not at the longest.
       longest: The longest length that was measured, in tokens.
     """
 
@@ -68,9 +70,9 @@ class BreakEven:
         return self.device in GPU_GROUPS
 
     def pays(self, tokens: int) -> bool | None:
-        """Whether the policy is no slower than dense attention; `None` at unmeasured lengths.
+        """Whether the policy is worth its losses; `None` at unmeasured lengths.
 
-        If it is expected to be slower at all measured lengths, it is also at longer lengths.
+        If it is expected not to be at all measured lengths, it is not at longer lengths either.
         """
         if self.tokens is not None:
             return tokens >= self.tokens
@@ -95,7 +97,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """Chooses for each phase: sparse if that was measured to be no slower, dense otherwise.
+    """Chooses for each phase: sparse if that was measured to pay, dense otherwise.
 
     `generate`, `make_generate`, `stream` and `LanguageModel` use an `Auto` by default, and accept
     one in place of a policy. On NVIDIA GPUs without measurements, the choice follows measurements

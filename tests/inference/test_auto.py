@@ -349,9 +349,10 @@ def benchmark(monkeypatch):
 
 
 def test_a_break_even_is_where_no_longer_length_is_slower(benchmark):
-    assert benchmark.least_tokens({512: 0.9, 1024: 1.1, 2048: 0.99, 4096: 1.0, 8192: 2.0}) == 4096
-    assert benchmark.least_tokens({512: 1.5, 1024: 1.0}) == 512
-    assert benchmark.least_tokens({512: 1.5, 1024: 0.99}) is None
+    ratios = {512: 0.9, 1024: 1.1, 2048: 0.99, 4096: 1.0, 8192: 2.0}
+    assert [benchmark.least_tokens(ratios, gain) for gain in (1.0, 1.1)] == [4096, 8192]
+    assert benchmark.least_tokens({512: 1.5, 1024: 1.0}, 1.0) == 512
+    assert benchmark.least_tokens({512: 1.5, 1024: 0.99}, 1.0) is None
 
 
 @pytest.fixture
