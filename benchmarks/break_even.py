@@ -23,11 +23,11 @@ from sketchwalk_jax.policies import by_name
 DENSITY = 0.2  # of the default policy
 PRESETS = ("recommended", "paper")
 KEPT, MEASURED = "break_even.json", "end_to_end.json"
-GAINS = {"prefill": 1.1, "decode": 1.0}
+GAINS = {"prefill": 1.1, "decode": 1.03}
 """Least ratio of the times of dense and sparse attention at which a phase is sparse.
 
-A prompt that is read sparsely loses several times more answers than tokens that are decoded so
-(QUALITY.md), which 6 % of a prompt of 8,192 tokens are not worth.
+A smaller gain is not worth the answers that are lost, which are several times more if a prompt is
+read sparsely than if tokens are decoded sparsely (docs/answered.md, "Minimum of keys").
 """
 SHORT = 8192  # tokens; a policy that pays from this length on may pay at all lengths
 TABLE = common.ROOT / "sketchwalk_jax" / "inference" / "break_even.json"
@@ -154,16 +154,15 @@ def sentence(results: Path) -> str:
     parts = []
     for device in dict.fromkeys(one.device for one in own):
         some = []
-        for phase, what in (
-            ("prefill", "a tenth less time to read prompts of"),
-            ("decode", "no more time to decode after"),
-        ):
+        for phase, what in (("prefill", "prompts of"), ("decode", "tokens after")):
             found = [one for one in own if (one.device, one.phase) == (device, phase)]
             some += [f"{what} {_span(found)}"] if found else []
-        parts.append(f"on {_device(device)}, {' and '.join(some)}")
+        parts.append(f"on {_device(device)} for {' and '.join(some)}")
     return (
-        f"With density {DENSITY:g} and one sequence, `recommended` takes, beside dense attention, "
-        f"at least {'; '.join(parts)}. Below that, attention is dense by default (`Auto`)."
+        f"By default (`Auto`), attention is sparse only where that pays: a prompt must be read "
+        f"{GAINS['prefill']:g} times as fast as with dense attention, a token decoded "
+        f"{GAINS['decode']:g} times as fast. For one sequence at density {DENSITY:g}, this holds "
+        f"{', and '.join(parts)}."
     )
 
 

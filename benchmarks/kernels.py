@@ -632,6 +632,14 @@ def in_jax(out: Any) -> Array:
     return out if isinstance(out, jax.Array) else jnp.from_dlpack(out.contiguous())
 
 
+def in_torch(x: Any) -> Any:
+    """Returns integers as an array of torch, on its GPU if it has one."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.from_numpy(np.array(x, np.int32)).to(device)
+
+
 def torch_calls(case: Case, sets: Sequence[tuple[Any, ...]]) -> dict[str, Call]:
     """Makes calls of attention to prompts in torch: dense, and over the same blocks."""
     import torch
@@ -677,13 +685,9 @@ def torch_calls(case: Case, sets: Sequence[tuple[Any, ...]]) -> dict[str, Call]:
 
         def blocks_of_heads(lists: sw.BlockSelection) -> tuple[Any, Any]:
             shape = (case.batch, case.heads[0], case.num_blocks)
-            ids = np.minimum(lists.ids, case.num_blocks - 1).astype(np.int32)
-            every = (
-                np.broadcast_to(ids, (*shape, ids.shape[3])),
-                np.broadcast_to(lists.counts, shape),
-            )
-            ids, counts = (torch.from_numpy(np.ascontiguousarray(x)).cuda() for x in every)
-            return ids, counts
+            ids = np.minimum(lists.ids, case.num_blocks - 1)
+            ids = np.broadcast_to(ids, (*shape, ids.shape[3]))
+            return in_torch(ids), in_torch(np.broadcast_to(lists.counts, shape))
 
         def sparse(inputs: Any, blocks: Any) -> Any:
             how: dict[str, Any] = {"sparse_block_size": case.block_size, "layout": "bhsd"}
@@ -698,21 +702,16 @@ def torch_calls(case: Case, sets: Sequence[tuple[Any, ...]]) -> dict[str, Call]:
 
 def flex_blocks(lists: sw.BlockSelection) -> Any:
     """Makes FlexAttention's `BlockMask` of the same blocks; only a row's own block has a mask."""
-    import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-    rows, device = lists.ids.shape[2], "cuda" if torch.cuda.is_available() else "cpu"
+    rows = lists.ids.shape[2]
     padding = ((0, 0), (0, 0), (0, 0), (0, rows - lists.ids.shape[3]))
-
-    def on_device(x: Any) -> Any:
-        return torch.from_numpy(np.array(x, np.int32)).to(device)
-
     own = np.broadcast_to(np.arange(rows)[:, None], (*lists.ids.shape[:3], rows))
     return BlockMask.from_kv_blocks(
-        on_device(np.ones(lists.counts.shape)),
-        on_device(own),
-        on_device(lists.counts - 1),  # the last one of a list is the row's own
-        on_device(np.pad(np.minimum(lists.ids, rows - 1), padding)),
+        in_torch(np.ones(lists.counts.shape)),
+        in_torch(own),
+        in_torch(lists.counts - 1),  # the last one of a list is the row's own
+        in_torch(np.pad(np.minimum(lists.ids, rows - 1), padding)),
         BLOCK_SIZE=lists.block_size,
         mask_mod=lambda batch, head, query, key: query >= key,
     )

@@ -188,6 +188,7 @@ def _rank(field: str, value: Any, places: Sequence[Any]) -> Any:
 FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("Tokens", "{:,}".format),
     "density": ("Density", "{:g}".format),
+    "block_size": ("Keys of a block", str),
     "method": ("Method", name_of),
     "phase": ("Sparse in", PHASES.__getitem__),
     "variant": ("Changed", str),

@@ -92,6 +92,26 @@ def beside_one(rows: list[Row], other: Other) -> str:
     return duration(1e3 * seconds) + (f", **{faster:.2f}×**" if faster else "")
 
 
+GATHERED = 235e9
+"""Bytes per second that a rank receives, as measured with four H100s (`scale_out_four.json`)."""
+
+
+def estimated(ranks: int) -> Cell:
+    """Estimates a time with more ranks: T(n) = (T(m) − s(m) / g) · m / n + s(n) / g.
+
+    `s(n)` are the bytes that a rank receives, which grow with `1 - 1/n`, and `g` is `GATHERED`.
+    """
+
+    def cell(rows: list[Row], _: Other) -> str:
+        (row,) = rows
+        (measured, sent), own = (row["seconds"]["median"], row["sent_bytes"]), row["ranks"]
+        work = (measured - sent / GATHERED) * own / ranks
+        received = sent * (1 - 1 / ranks) / (1 - 1 / own)
+        return duration(1e3 * (work + received / GATHERED))
+
+    return cell
+
+
 # Single kernels.
 
 
@@ -326,6 +346,18 @@ TIMES: dict[str, Table] = {
         file="scale_out_four.json",
         command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
     ),
+    "scale-estimate": Table(
+        file="scale_out_four.json",
+        command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
+        where={"error": None, "phase": "prefill", "ranks": 4},
+        adapt=spread,
+        lines=("model", "load", "gpus"),
+        columns={
+            "First token": ({}, timed()),
+            "8 GPUs, estimate": ({}, estimated(8)),
+            "16 GPUs, estimate": ({}, estimated(16)),
+        },
+    ),
     "kernels": Table(
         file="kernels.json",
         command="python benchmarks/kernels.py",
@@ -343,6 +375,19 @@ TIMES: dict[str, Table] = {
             "Dense, cuDNN": ({}, milliseconds("cudnn")),
             "This kernel": ({}, ratio("warps_pages", "cudnn")),
             "Hopper's kernel": ({}, ratio("hopper_pages", "cudnn")),
+        },
+    ),
+    "kernels-torch": Table(
+        file="torch_attention.json",
+        command="python benchmarks/kernels.py --op torch",
+        adapt=shaped,
+        lines=("tokens", "density", "block_size"),
+        columns={
+            "This kernel": ({}, milliseconds("ours")),
+            "NVIDIA's, sparse": ({}, milliseconds("cudnn_block_sparse")),
+            "FlexAttention": ({}, milliseconds("flex_attention")),
+            "Dense, cuDNN": ({}, milliseconds("torch_cudnn")),
+            "Dense, flash": ({}, milliseconds("torch_flash")),
         },
     ),
     "kernels-code": Table(

@@ -387,9 +387,10 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
     short = [row(2**14, "dense", 11.0), row(2**14, "sketchwalk", 12.0)]
     at_once = found([*long, *short])  # on the measured device, and on others that run the same code
     assert [(one.tokens, one.longest) for one in at_once] == [(2**17, 2**17)] * 2
-    # A policy must beat dense attention in chunks.
-    slower = [*dense, row(2**17, "sketchwalk", 10.5)]
-    assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)] * 2
+    # A policy must beat dense attention in chunks, and by more than 3 %.
+    for time in (10.5, 9.8):
+        slower = [*dense, row(2**17, "sketchwalk", time)]
+        assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)] * 2
 
 
 def test_what_is_kept_stands_beside_what_was_measured(found):
