@@ -26,8 +26,9 @@ KEPT, MEASURED = "break_even.json", "end_to_end.json"
 GAINS = {"prefill": 1.1, "decode": 1.03}
 """Least ratio of the times of dense and sparse attention at which a phase is sparse.
 
-A smaller gain is not worth the answers that are lost, which are several times more if a prompt is
-read sparsely than if tokens are decoded sparsely (docs/answered.md, "Minimum of keys").
+A smaller gain is not worth the answers that are lost, which are two to four times as many if a
+prompt is read sparsely as if tokens are decoded sparsely (docs/answered.md, "Minimum of keys").
+Rows that `KEPT` holds were measured with 1 instead, but for the recommended policy on a CPU.
 """
 SHORT = 8192  # tokens; a policy that pays from this length on may pay at all lengths
 TABLE = common.ROOT / "sketchwalk_jax" / "inference" / "break_even.json"
@@ -154,14 +155,14 @@ def sentence(results: Path) -> str:
     parts = []
     for device in dict.fromkeys(one.device for one in own):
         some = []
-        for phase, what in (("prefill", "prompts of"), ("decode", "tokens after")):
+        for phase, what in (("prefill", "to read prompts of"), ("decode", "to decode after")):
             found = [one for one in own if (one.device, one.phase) == (device, phase)]
             some += [f"{what} {_span(found)}"] if found else []
-        parts.append(f"on {_device(device)} for {' and '.join(some)}")
+        parts.append(f"on {_device(device)} {' and '.join(some)}")
     return (
         f"By default (`Auto`), attention is sparse only where that pays: a prompt must be read "
         f"{GAINS['prefill']:g} times as fast as with dense attention, a token decoded "
-        f"{GAINS['decode']:g} times as fast. For one sequence at density {DENSITY:g}, this holds "
+        f"{GAINS['decode']:g} times as fast. For one sequence at density {DENSITY:g}, it pays "
         f"{', and '.join(parts)}."
     )
 

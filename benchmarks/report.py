@@ -188,7 +188,7 @@ def _rank(field: str, value: Any, places: Sequence[Any]) -> Any:
 FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("Tokens", "{:,}".format),
     "density": ("Density", "{:g}".format),
-    "block_size": ("Keys of a block", str),
+    "lists": ("Tokens, density, block", "{0[0]:,}, {0[1]:g}, {0[2]}".format),
     "method": ("Method", name_of),
     "phase": ("Sparse in", PHASES.__getitem__),
     "variant": ("Changed", str),

@@ -302,7 +302,8 @@ def _sum_of_single_pairs(
 
     On a GPU, a launch costs as much as the router's product: nothing is sorted, and rows are not
     copied for each of their experts. Rows are multiplied by the norm's scale only. The root, which
-    one kernel computes along with the choice, divides sums. In float16, rows could overflow before.
+    one kernel computes along with the choice, divides sums. In float16 these products could
+    overflow, so other kernels take rows that are normalised first.
     """
     if scale is not None and x.dtype == jnp.float16:
         return None

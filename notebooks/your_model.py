@@ -95,9 +95,8 @@ for piece in lm.stream("The house stood at the end of", max_new_tokens=16, every
 # ## A long document
 #
 # Hide three facts in Python's own help, and ask for one of them. `complete` takes tokens and yields
-# the text together with its costs. The density is 0.2, divided among the layers by the plan that
-# comes with the model. A prompt as short as this one measures more, because every row keeps a few
-# blocks.
+# the text together with its costs. Without a policy, a prompt as short as this one is read densely,
+# because sparse attention would gain nothing. `lm.with_policy(...)` makes it sparse at any length.
 
 # %%
 text = " ".join(" ".join(topics.values()).split())
@@ -133,10 +132,6 @@ for word in facts:
     num_tokens.append(len(apply_chat_template(lm.tokenizer, talk.messages[:-1])))
 
 # %% [markdown]
-# In the output saved here, the second answer goes on after the code. With dense attention,
-# `lm.with_policy(sw.Dense())`, it stops there. So sparse attention can lose answers; the notebook
-# on choosing a policy measures how many.
-#
 # The next cell compares the tokens that each turn read with the tokens of the whole conversation.
 # For a single question, `lm.chat("…")` does the same and keeps nothing.
 

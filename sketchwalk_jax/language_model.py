@@ -132,9 +132,8 @@ class LanguageModel:
             in `sketchwalk_jax.load`.
           policy: The policy that chooses the key blocks of each query, such as
             `SketchWalkConfig.recommended(density=0.2)` or `Dense()`; or an `Auto`. Default:
-            `SketchWalkConfig.recommended()`, or an `Auto` of it on GPUs without measurements in the
-            package, other than Hopper. A recommended policy gets the plan of the model, if there is
-            one.
+            an `Auto` of `SketchWalkConfig.recommended()`. A recommended policy gets the plan of the
+            model, if there is one.
           density: Density of the policy, as in `with_policy`.
           dtype: Dtype of the parameters. Default: float32 on CPUs, which compute slowly in smaller
             types, and the dtype of the checkpoint on other devices.

@@ -69,7 +69,9 @@ class Loss:
             and self.kl <= self.most
         )
         if not is_right:
-            raise ValueError(f"a loss must have a phase and amounts in their ranges, got {self}")
+            raise ValueError(
+                f"a loss must have a phase, amounts in their ranges and kl up to most, got {self}"
+            )
 
 
 def least_densities(

@@ -58,6 +58,8 @@ def block_map(selection: BlockSelection, *, sequence: int = 0, first_block: int 
       >>> block_map(full_selection(jnp.arange(3)[None], 3)).shape
       (1, 3, 3)
     """
+    if selection is None:
+        raise ValueError("selection must be a BlockSelection, got None: attention was dense")
     ids, counts = np.asarray(selection.ids), np.asarray(selection.counts)
     if ids.ndim not in (4, 5) or counts.shape != ids.shape[:-1]:
         raise ValueError(

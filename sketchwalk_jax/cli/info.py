@@ -17,7 +17,7 @@ from sketchwalk_jax.cli.errors import usage_errors
 from sketchwalk_jax.cli.options import field
 from sketchwalk_jax.evaluation.calibrated_rules import layers_density
 from sketchwalk_jax.inference import compiled
-from sketchwalk_jax.inference.auto import Auto
+from sketchwalk_jax.inference.auto import Auto, BreakEven
 from sketchwalk_jax.inference.cache import init_cache
 from sketchwalk_jax.memory import num_bytes, show_bytes
 from sketchwalk_jax.models.checkpoint import saved_weights
@@ -217,7 +217,13 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
     The number is for one sequence. `tokens` is None without a measurement, or if the policy did not
     pay up to `longest` tokens.
     """
-    found = Auto(config).find(phase, model_config)
+    found: BreakEven | str = Auto(config).find(phase, model_config)
+    if isinstance(config, RecommendedConfig):
+        longest = model_config.context_length
+        places = (0, longest) if phase == "prefill" else (longest - 1, longest)
+        found = Auto(config).find(phase, model_config, tokens=longest)
+        if config.for_layer(0, model_config.num_layers).keeps_all(phase, *places):
+            found = f"nowhere: it keeps all keys up to {longest:,} tokens"
     if isinstance(found, str):
         return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
     names = ("tokens", "longest", "is_expected")

@@ -6,8 +6,9 @@ Selecting blocks takes time, so sparse attention is faster only from some length
 asks for a little more: that prompts are read at least 1.1 times as fast as with dense attention,
 and tokens decoded 1.03 times as fast, since a smaller gain is not worth the answers that are lost.
 `Auto` is not a policy. It is replaced by a policy for each phase before tracing, because the choice
-depends only on the sizes of the call. It uses only measurements: `break_even.json` in this folder,
-which `benchmarks/report.py` writes from the benchmarks' results. For GPUs without measurements, it
+depends only on the sizes of the call. It uses the lengths up to which a policy keeps all keys, and
+measurements: `break_even.json` in this folder, which `benchmarks/report.py` writes from the
+benchmarks' results. For GPUs without measurements, it
 uses the times of the same code on an H200.
 """
 
@@ -50,8 +51,9 @@ class BreakEven:
       width: Number of query heads times the size of a head.
       batch: Number of sequences.
       tokens: The smallest measured length from which on the policy paid at every length: prompts
-        were read 1.1 times as fast as with dense attention, tokens decoded 1.03 times as fast. None
-        if it did not at the longest length.
+        were read 1.1 times as fast as with dense attention, tokens decoded 1.03 times as fast. Rows
+        of GPUs that were not measured, and of the printed rule on CPUs, ask for no loss of time
+        only. None if it did not pay at the longest length.
       longest: The longest length that was measured, in tokens.
     """
 
@@ -106,14 +108,14 @@ class Auto:
     (`Generation.choice`). `Auto` changes results: below the break-even, attention is dense. A phase
     in which the recommended policy keeps all keys (`min_tokens`, `max_kl`) is dense too, as lists
     of all keys would gain nothing. A call with a cache continues with the policy that the cache was
-    made for.
+    made for: a cache of a short call, made without `max_tokens`, stays dense.
 
     A break-even applies to a call if it has the same device, policy and block size. Its density is
-    the smallest measured one that is not below the policy's. Its batch is the largest
-    measured one that is not above the call's. Its width is the nearest one within a factor of
-    four; an expected break-even may have any width. If no break-even applies, or the model is on
-    several devices, the sparse policy runs as requested, and `Choice.reasons` says "no
-    measurement".
+    the smallest measured one that is not below the call's; or, if there is none, the largest one,
+    if that does not pay. Its batch is the largest measured one that is not above the call's. Its
+    width is the nearest one within a factor of four; an expected break-even may have any width. If
+    no break-even applies, or the model is on several devices, the sparse policy runs as requested,
+    and `Choice.reasons` says "no measurement".
 
     `prefill`, `decode_step` and `init_cache` need a policy, because they see only a part of a
     generation. Call `choose` to get a policy and a phase for them.
@@ -182,9 +184,6 @@ class Auto:
         found = [one for one in found if one.policy == name and one.block_size == self.block_size]
         if not found or density is None:
             return f"no measurement of {name} with blocks of {self.block_size} on {device}"
-        found = [one for one in found if one.density >= density]
-        if not found:
-            return f"no measurement of a density of {density:g} or more on {device}"
         width = model_config.num_heads * model_config.head_dim
 
         def times(one: BreakEven) -> float:
@@ -195,7 +194,13 @@ class Auto:
         if not found:
             size = f"batch {batch} with attention {width} wide"
             return f"no measurement of {size} on {device}"
-        return min(found, key=lambda one: (one.density, times(one), -one.batch))
+        enough = [one for one in found if one.density >= density]
+        if enough:
+            return min(enough, key=lambda one: (one.density, times(one), -one.batch))
+        sparser = min(found, key=lambda one: (-one.density, times(one), -one.batch))
+        if tokens is not None and sparser.pays(tokens) is False:
+            return sparser  # what is denser does not pay either
+        return f"no measurement of a density of {density:g} or more on {device}"
 
     def choose(
         self,
@@ -221,8 +226,8 @@ class Auto:
           phase: Phase in which the policy may be sparse: `"both"`, `"prefill"` or `"decode"`.
           is_spread: Whether the model is on several devices, for which there are no measurements.
           cache: The cache that the call continues, if any. If it has statistics, the policy stays
-            sparse in the phases where that is no slower, or in all its phases if it is slower in
-            all. If the policy needs statistics and the cache has none, attention is dense.
+            sparse in the phases where that pays, or in all its phases if it pays in none. If the
+            policy needs statistics and the cache has none, attention is dense.
 
         Returns:
           A `Choice`. Its `policy` and `phase` are arguments of `generate`, `init_cache`, `prefill`
@@ -246,9 +251,11 @@ class Auto:
         sparse, reasons = [], []
         for one in own:
             if isinstance(policy, RecommendedConfig):
-                longest = tokens + (max_new_tokens if one == "decode" else 0)
-                if policy.keeps_all(one, longest):
-                    reasons.append(f"{one} dense: it would keep all keys of {longest:,} tokens")
+                of_model = policy.for_layer(0, model_config.num_layers)
+                end = tokens + max(1, max_new_tokens)
+                places = (0, tokens) if one == "prefill" else (tokens, end)
+                if of_model.keeps_all(one, *places):
+                    reasons.append(f"{one} dense: the policy would keep all keys")
                     continue
             found = self.find(one, model_config, batch=batch, tokens=lengths[one])
             if is_spread:

@@ -20,7 +20,6 @@ a page, so the same number of keys reaches four times as many places.
 import bisect
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -355,10 +354,16 @@ class RecommendedConfig(ScorePolicy):
         found = own if numbers is None else numbers["token" if is_token else "prompt"]
         return found, int(own.max())
 
-    def keeps_all(self, phase: str, tokens: int) -> bool:
-        """Whether each of the first `tokens` tokens attends to all keys before it in a phase."""
-        used = (one for start, one in self.least_densities(phase) if start < tokens)
-        return tokens <= self.least_tokens[PHASES.index(phase)] or all(one == 1.0 for one in used)
+    def keeps_all(self, phase: str, first: int, end: int) -> bool:
+        """Whether all tokens from position `first` to `end - 1` attend to all keys before them."""
+        if self.num_layers is not None and all(map(self.is_dense, range(self.num_layers))):
+            return True
+        starts, densities = zip(*self.least_densities(phase), strict=True)
+        first = max(first, self.least_tokens[PHASES.index(phase)])
+        return all(
+            density == 1.0 or min(stop, end) <= max(start, first)
+            for start, stop, density in zip(starts, (*starts[1:], end), densities, strict=True)
+        )
 
     def density_at(self, phase: str, tokens: int) -> float:
         """The density of a prompt of `tokens` tokens, or of a token decoded after as many.
@@ -366,10 +371,12 @@ class RecommendedConfig(ScorePolicy):
         Without `max_kl` it is `density`. `min_tokens` is not counted.
         """
         starts, densities = zip(*self.least_densities(phase), strict=True)
-        if phase == "decode":
-            return densities[bisect.bisect_right(starts, tokens) - 1]
-        edges = np.minimum((*starts, math.inf), tokens) ** 2  # a prompt has tokens² / 2 pairs
-        return round(float(np.average(densities, weights=np.diff(edges))), 6)
+        count = max(1, bisect.bisect_right(starts, tokens - (phase == "prefill")))
+        if phase == "decode" or count == 1:
+            return densities[count - 1]
+        # A prompt has tokens² / 2 pairs.
+        edges = np.square([*starts[:count], tokens], dtype=np.float64)
+        return round(float(np.average(densities[:count], weights=np.diff(edges))), 6)
 
     def init_walk(self, *, batch: int, num_rows: int, num_blocks: int) -> WalkState:
         """Returns the walk before the first sparse layer."""

@@ -133,14 +133,18 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], {"policy": SketchWalkConfig.recommended(), "phase": "both", "every": 8}),
+        ([], {"policy": Dense(), "phase": "both", "every": 8}),  # short prompts gain nothing
+        (["--policy", "sketchwalk"], {"policy": SketchWalkConfig.recommended()}),
         ([], {"max_new_tokens": 128, "eos_token_ids": None, "chunk_size": None}),
         (["--policy", "dense"], {"policy": Dense()}),
         (["--policy", "oracle"], {"policy": OracleConfig()}),
         (["--policy", "streaming", "--density", 0.5], {"policy": StreamingConfig(density=0.5)}),
         (["--preset", "damped"], {"policy": SketchWalkConfig.damped()}),
         (["--preset", "released"], {"policy": SketchWalkConfig.released()}),
-        (["--density", 0.5], {"policy": SketchWalkConfig.recommended(density=0.5)}),
+        (
+            ["--policy", "sketchwalk", "--density", 0.5],
+            {"policy": SketchWalkConfig.recommended(density=0.5)},
+        ),
         (["--policy", "minference"], {"policy": MInferenceConfig()}),
         (
             ["--policy", "minference", "--set", "scale=0.5", "--set", "pattern=stream"],
@@ -150,7 +154,7 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
             ["--preset", "paper", "--density", 0.5, "--set", "seed=3"],
             {"policy": SketchWalkConfig(density=0.5, seed=3)},
         ),
-        (["--phase", "decode"], {"phase": "decode"}),
+        (["--preset", "damped", "--phase", "decode"], {"phase": "decode"}),
         (["--chunk-size", 128], {"chunk_size": 128}),
         (["--max-new-tokens", 3], {"max_new_tokens": 3}),
         (["--ignore-eos"], {"eos_token_ids": ()}),

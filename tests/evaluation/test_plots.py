@@ -42,6 +42,12 @@ def test_block_map_is_the_share_of_lists_that_hold_a_block(num_lists):
         np.testing.assert_allclose(block_map(selection, sequence=sequence), expected, rtol=1e-6)
 
 
+@pytest.mark.unchecked
+def test_dense_attention_has_no_block_map():
+    with pytest.raises(ValueError, match="got None: attention was dense"):
+        block_map(None)
+
+
 def test_block_map_takes_one_layer_and_a_continued_prompt():
     _, selection = draw_selection(num_layers=2, batch=1, num_lists=1, num_rows=6)
     ids, counts = selection.ids[1], selection.counts[1]

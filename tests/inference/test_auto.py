@@ -136,20 +136,18 @@ def test_without_a_measurement_the_sparse_policy_runs_and_says_so(table, options
 
 def test_a_phase_that_keeps_all_keys_is_dense():
     unknown = "sparse: no measurement for this device, cpu"
-    for tokens, new, prefill, decode in (
-        (1280, 768, 1280, 2048),
-        (1280, 769, 1280, None),
-        (1281, 0, None, 1281),
+    every = "dense: the policy would keep all keys"
+    for tokens, new, phase, prefill, decode in (
+        (1280, 768, "both", every, every),
+        (1280, 769, "decode", every, unknown),
+        (1281, 0, "prefill", unknown, every),
+        (2048, 0, "both", unknown, unknown),
     ):
         found = Auto(measured=()).choose(MODEL, batch=1, tokens=tokens, max_new_tokens=new)
-        expected = (
-            f"{phase} " + (f"dense: it would keep all keys of {kept:,} tokens" if kept else unknown)
-            for phase, kept in (("prefill", prefill), ("decode", decode))
-        )
-        assert found.reasons == tuple(expected)
-        assert found.phase == {1281: "prefill"}.get(tokens, "decode" if decode is None else "both")
-    every = sw.SketchWalkConfig.recommended(density=1.0)
-    assert what(Auto(every, ()).choose(MODEL, batch=1, tokens=2**20)) == ("dense", "both")
+        assert found.reasons == (f"prefill {prefill}", f"decode {decode}")
+        assert found.phase == phase
+    full = sw.SketchWalkConfig.recommended(density=1.0)
+    assert what(Auto(full, ()).choose(MODEL, batch=1, tokens=2**20)) == ("dense", "both")
 
 
 def test_gpus_without_measurements_get_what_is_expected_of_their_group(monkeypatch):
@@ -190,7 +188,7 @@ def test_a_loss_that_no_density_keeps_to_is_dense():
     policy = sw.SketchWalkConfig.recommended(max_kl=0.1)
     found = Auto(policy, ()).choose(MODEL, batch=1, tokens=2**20)
     assert what(found) == ("sparse", "decode")
-    assert found.reasons[0] == "prefill dense: it would keep all keys of 1,048,576 tokens"
+    assert found.reasons[0] == "prefill dense: the policy would keep all keys"
     strict = dataclasses.replace(policy, max_kl=1e-6)
     assert what(Auto(strict, ()).choose(MODEL, batch=1, tokens=2**20)) == ("dense", "both")
 
@@ -204,12 +202,13 @@ def test_each_phase_is_looked_up_at_its_own_density():
             ("decode", 4096, 0.1),
         )
     )
-    plan = dataclasses.replace(tiny.plan(*((0.1, 0.5),) * MODEL.num_layers), model_losses=losses)
+    plan = dataclasses.replace(tiny.plan((0.1, 0.5), *((0.5, 0.1),) * 4), model_losses=losses)
     policy = sw.SketchWalkConfig.recommended(max_kl=0.1, plan=plan, block_size=16)
     assert policy.density_at("decode", 20) == policy.density == 0.1
     assert policy.density_at("prefill", 16384) == 0.4
     # 0.4 of the first quarter of the pairs, and 0.2 of the others.
     assert policy.density_at("prefill", 32768) == pytest.approx(0.25)
+    assert sw.SketchWalkConfig.recommended(density=2 / 3).density_at("prefill", 4096) == 2 / 3
     table = tuple(
         dataclasses.replace(one, policy="RecommendedConfig", density=density, tokens=tokens)
         for one in TABLE
@@ -217,10 +216,26 @@ def test_each_phase_is_looked_up_at_its_own_density():
     )
     find = Auto(policy, table).find
     assert [find(one, MODEL, tokens=32768).density for one in PHASES] == [0.3, 0.1]
+    # What is denser than all that was measured does not pay where the densest does not.
+    assert find("prefill", MODEL, tokens=300).density == 0.3
     assert "density of 0.4 or more" in find("prefill", MODEL, tokens=16384)
 
 
-@pytest.mark.slow
+def test_a_phase_that_keeps_all_keys_from_some_position_on_is_dense():
+    losses = tuple(
+        Loss("decode", tokens, 0.2, kept=0.2, kl=kl, most=kl, same=1.0)
+        for tokens, kl in ((4096, 0.001), (8192, 1.0))
+    )
+    plan = dataclasses.replace(tiny.plan((0.1, 0.5), *((0.5, 0.1),) * 4), model_losses=losses)
+    policy = sw.SketchWalkConfig.recommended(max_kl=0.1, plan=plan)
+    assert policy.least_densities("decode") == ((0, 0.2), (4096, 1.0))
+    for tokens, new, phase in ((10_000, 8, "both"), (2_000, 3_000, "decode"), (3_000, 8, "decode")):
+        found = Auto(policy, ()).choose(MODEL, batch=1, tokens=tokens, max_new_tokens=new)
+        assert (found.phase, isinstance(found.policy, Dense)) == (phase, phase == "both")
+    every = sw.SketchWalkConfig.recommended(density=1.0, dense_layers=MODEL.num_layers)
+    assert what(Auto(every, ()).choose(MODEL, batch=1, tokens=10_000)) == ("dense", "both")
+
+
 def test_room_for_later_turns_counts_like_tokens():
     """Later turns continue with the policy of the first one."""
     weights, (prompt, _) = params(), prompts(40)
@@ -322,12 +337,15 @@ def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
     assert (found["policy"], found["chosen"], found["preset"]) == ("auto", "Dense", "recommended")
     assert found["measured_density"] == 1.0 and len(found["reasons"]) == 2
     assert err.splitlines()[0] == f"auto: {found['reasons'][0]}"
-    assert main(["info", "--model", str(model), "--json"]) == 0
+    info = ["info", "--model", str(model), "--set", "min_tokens=64"]
+    assert main([*info, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["break_even"]
     found = {"tokens": None, "longest": 400, "is_expected": False, "problem": None}
     assert shown["decode"] == found
-    assert main(["info", "--model", str(model), "--density", "0.9"]) == 0
+    assert main([*info, "--density", "0.9"]) == 0
     assert "decode pays     no measurement of a density of 0.9" in capsys.readouterr().out
+    assert main(info[:3]) == 0
+    assert "decode pays     nowhere: it keeps all keys up to 512" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -348,7 +366,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("break_even")
 
 
-def test_a_break_even_is_where_no_longer_length_is_slower(benchmark):
+def test_a_break_even_is_where_no_longer_length_gains_less(benchmark):
     ratios = {512: 0.9, 1024: 1.1, 2048: 0.99, 4096: 1.0, 8192: 2.0}
     assert [benchmark.least_tokens(ratios, gain) for gain in (1.0, 1.1)] == [4096, 8192]
     assert benchmark.least_tokens({512: 1.5, 1024: 1.0}, 1.0) == 512
@@ -412,6 +430,10 @@ def test_rows_of_whole_models_are_break_evens_of_their_device(found):
     expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
     expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
     assert dataclasses.asdict(one) == expected | {"tokens": 32768, "longest": 32768}
+    of_prompts = [one | {"phase": "prefill"} for one in rows[:4]]
+    of_prompts += [row(2**16, "dense", 1.05, phase="prefill")]
+    of_prompts += [row(2**16, "sketchwalk", 1.0, phase="prefill")]
+    assert found(of_prompts)[0].tokens is None  # 5 % of a prompt is too little
     assert not one.is_expected
     with pytest.raises(ValueError, match="--quick"):
         found(rows, is_quick=True)

@@ -15,6 +15,8 @@ from tolerances import tolerance
 from variants import slow_unless
 
 from sketchwalk_jax import Dense, SketchWalkConfig, decode_step, forward, init_cache, prefill
+from sketchwalk_jax.attention.api import prepare_lists
+from sketchwalk_jax.inference import cached_layer
 from sketchwalk_jax.models import ModelConfig
 from sketchwalk_jax.models.params import init_params
 
@@ -138,8 +140,7 @@ def test_prefill_whole_and_in_chunks_and_decode_equal_the_reference(name, chunk_
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", slow_unless("decode".__eq__, ["prefill", "decode"]))
 def test_the_other_phase_is_dense(phase):
     config, length, num_new = PRESETS["paper"], 65, 3
     tokens, model, calls = reference_run("paper", length, num_new, phase)
@@ -215,3 +216,25 @@ def test_full_density_equals_dense_in_both_phases(name, dense_layers):
         logits, cache = decode_step(params, tokens[place], cache, **options)
         np.testing.assert_allclose(logits, wanted[place], **tolerance("logits"))
     np.testing.assert_allclose(cache.density.overall, 1.0, **tolerance("density"))
+
+
+def test_rows_of_padding_attend_to_nothing(monkeypatch):
+    """Their lists would change no result, only take time."""
+    seen = []
+
+    def prepare(query, keys, values, lists, *rest, **options):
+        jax.debug.callback(lambda counts: seen.append(np.asarray(counts)), lists.counts)
+        return prepare_lists(query, keys, values, lists, *rest, **options)
+
+    monkeypatch.setattr(cached_layer, "prepare_lists", prepare)
+    policy = SketchWalkConfig.paper(**SPARSE | {"density": 0.31})  # compiled here only
+    cache = init_cache(MODEL, policy, batch=2, max_tokens=64)
+    tokens = np.stack([draw_tokens(seed, 64) for seed in (1, 2)])
+    lengths = np.array([62, 17])
+    options = {"model_config": MODEL, "policy": policy}
+    jax.block_until_ready(prefill(parameters(), tokens, cache, lengths=lengths, **options))
+    jax.effects_barrier()
+    assert len(seen) == MODEL.num_layers - 1
+    for counts in seen:
+        for row, number in ((0, 4), (1, 2)):
+            assert np.all(counts[row, :, :number] > 0) and not np.any(counts[row, :, number:])

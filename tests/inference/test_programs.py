@@ -118,7 +118,6 @@ def test_a_session_compiles_two_programs_a_class(weights, compilations):
     assert len({length_class(n, growth=4) for n in lengths.tolist()}) == 4  # with kernels
 
 
-@pytest.mark.slow
 def test_padding_on_the_left_and_later_turns_compile_nothing(weights, compilations):
     policy = recommended()
     run = generation.make_generate(MODEL, policy, max_new_tokens=4, max_tokens=500)

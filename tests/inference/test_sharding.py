@@ -220,6 +220,7 @@ def evaluation(*names: str, axes: dict[str, int], **options) -> str:
 
 
 CHECKS = [
+    call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_products", ALL),
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
@@ -229,7 +230,6 @@ CHECKS = [
     call("check_refused_evaluation"),
 ]
 LONG_CHECKS = [
-    call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_bytes", ["whole_blocks"], ALL),
     call("check_lists", ["recommended", "quest"], ALL),
     call("check_lists", ["paper"], ALL),

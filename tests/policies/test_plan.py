@@ -374,6 +374,13 @@ def test_a_loss_without_a_measurement_is_that_of_other_models():
     assert least_densities((), 0.5, "prefill") == ((0, 1.0),)
 
 
+@pytest.mark.unchecked
+@pytest.mark.parametrize("changed", [{"tokens": True}, {"kl": 0.2, "most": 0.1}, {"kept": 0.0}])
+def test_impossible_losses_are_refused(changed):
+    with pytest.raises(ValueError, match="kl up to most"):
+        dataclasses.replace(TYPICAL_LOSSES[0], **changed)
+
+
 def test_longer_texts_keep_the_share_that_was_measured():
     """A minimum of keys is a larger share of a short text than of a long one."""
     losses = [Loss("decode", 4096, 0.05, 0.5, 0.001, 0.001, 1.0)]
@@ -407,14 +414,14 @@ def test_programs_do_not_know_the_allowed_loss():
 @pytest.mark.slow
 def test_the_recommended_policy_with_the_plan_runs_where_none_is_given():
     plan = tiny.plan((0.1, 0.5), (0.9, 0.1), (0.01, 0.005), (0.5, 0.2), (0.02, 0.01))
-    model = dataclasses.replace(tiny.MODEL, plan=plan, max_position_embeddings=4096)
+    model = dataclasses.replace(tiny.MODEL, plan=plan, max_position_embeddings=2**14)
     recommended = SketchWalkConfig.recommended(plan=plan)
     made = make_generate(tiny.MODEL, max_new_tokens=3)
     assert made.policy == Auto(SketchWalkConfig.recommended())
     assert make_generate(model, max_new_tokens=3).policy == Auto(recommended)
     paper = tiny.POLICIES["paper"]
     assert make_generate(model, paper, max_new_tokens=3).policy == paper
-    call = {"model_config": model, "max_new_tokens": 3, "max_tokens": 4096}  # long enough to pay
+    call = {"model_config": model, "max_new_tokens": 3, "max_tokens": 2**14}  # long enough to pay
     params, tokens = tiny.params(), tiny.prompts(300)[0]
     found = generate(params, tokens, **call)
     wanted = generate(params, tokens, policy=recommended, **call)
