@@ -175,7 +175,7 @@ def test_info_says_which_plan_a_model_has(planned, model, tmp_path, sketchwalk):
 @pytest.mark.slow
 def test_generate_takes_the_plan_with_the_recommended_preset(planned, tmp_path, sketchwalk):
     command = ["generate", "--model", planned, "--prompt", "walk " * 60, "--json"]
-    command += ["--max-new-tokens", "2", "--preset", "recommended"]
+    command += ["--max-new-tokens", "2", "--policy", "sketchwalk"]
     plan = load(planned)[1].plan
     assert json.loads(sketchwalk(*command)[0])["settings"]["plan"] == plan.short_hash
     assert "plan" not in json.loads(sketchwalk(*command, "--set", "plan=None")[0])["settings"]

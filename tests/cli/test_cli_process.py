@@ -41,8 +41,8 @@ def test_module_reads_a_pipe_and_keeps_compiled_programs(tmp_path, model, progra
     # A slow machine adds lines of progress.
     told = re.sub(rb"(?m)^[\w ]+: \d\d:\d\d\n", b"", done.stderr).decode().splitlines()
     assert [line.split(": ")[:2] for line in told] == [
-        ["auto", "prefill sparse"],
-        ["auto", "decode sparse"],
+        ["auto", "prefill dense"],
+        ["auto", "decode dense"],
     ]
     assert json.loads(done.stdout)["prompt_tokens"] == len(PROMPT)
     assert len(list(tmp_path.glob("sketchwalk-jax/compiled/programs/*"))) >= 2
