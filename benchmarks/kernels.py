@@ -364,8 +364,9 @@ def describe(case: Case, row: Row) -> str:
     text += "".join(f" {name}={one}" for name, one in names.items() if one)
     if row["error"]:
         return f"{text} failed: {row['error']}"
-    times = {name: one for name, one in row.items() if name.endswith("ms") and name != "forms"}
-    times = {name: one for name, one in times.items() if one is not None}
+    times = {
+        name: one for name, one in row.items() if name.endswith("ms") and isinstance(one, float)
+    }
     times |= {name: one["ms"] for name, one in row.get("forms", {}).items()}
     text += "".join(f", {name.removesuffix('_ms')} {one:.4f} ms" for name, one in times.items())
     for name in ("ratio", "tflops", "tb_per_s", "measured_density", "relative_error"):

@@ -307,6 +307,11 @@ SCALE = Table(
     },
     has_gaps=True,
 )
+FOUR_GPUS = dataclasses.replace(
+    SCALE,
+    file="scale_out_four.json",
+    command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
+)
 TIMES: dict[str, Table] = {
     "gains": Table(
         **WHOLE, where=LLAMA | {"batch": 1}, lines=("tokens",), columns=in_phases(AT_02, "0.2")
@@ -347,17 +352,10 @@ TIMES: dict[str, Table] = {
         columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
     ),
     "scale": SCALE,
-    "scale-four": dataclasses.replace(
-        SCALE,
-        file="scale_out_four.json",
-        command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
-    ),
-    "scale-estimate": Table(
-        file="scale_out_four.json",
-        command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
+    "scale-four": FOUR_GPUS,
+    "scale-estimate": dataclasses.replace(
+        FOUR_GPUS,
         where={"error": None, "phase": "prefill", "ranks": 4},
-        adapt=spread,
-        lines=("model", "load", "gpus"),
         columns={
             "8 GPUs, estimate": ({}, estimated(8)),
             "16 GPUs, estimate": ({}, estimated(16)),
