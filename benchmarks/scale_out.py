@@ -3,10 +3,11 @@
     python benchmarks/scale_out.py [--out benchmarks/results/scale_out.json] [--ranks 2]
     python benchmarks/scale_out.py --axis one --phase prefill --tokens 131072    # a part of it
 
-Weights are random, in the shapes of real models, and drawn on their devices. Each axis (`one` is a
-single GPU) runs in its own process, `one` with a single visible GPU; all add rows to one file and
-replace rows of the same name, so that a run can be split into parts. Prompts are read as in
-`generate`; tokens are decoded greedily from a cache that has read a prompt.
+Weights are random, in the shapes of real models, and drawn on their devices. The policy is the
+default one at density 0.1. Each axis (`one` is a single GPU) runs in its own process, `one` with a
+single visible GPU; all add rows to one file and replace rows of the same name, so that a run can be
+split into parts, or repeated with more ranks. Prompts are read as in `generate`; tokens are decoded
+greedily from a cache that has read a prompt.
 
 `--phase lists` compares block indices: bit for bit between all ranks, and with one GPU's for the
 same weights and prompt, counting differing blocks. Differences occur because hidden states that are
@@ -23,6 +24,7 @@ Measurements that exceed a GPU's memory are not started, but listed with the byt
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import shlex
@@ -56,7 +58,7 @@ from end_to_end import (
 from jax.sharding import AxisType
 
 import sketchwalk_jax as sw
-from sketchwalk_jax.evaluation.settings import DENSE, Rule
+from sketchwalk_jax.evaluation.settings import Rule
 from sketchwalk_jax.inference.cache import sparse_layers
 from sketchwalk_jax.inference.cached_layer import Settings
 from sketchwalk_jax.inference.calls import cache_bytes
@@ -76,9 +78,15 @@ LLAMA_70B = dataclasses.replace(
     intermediate_size=28672,
     num_heads=64,
 )
-SHAPES = {"llama-3.1-8b": MODELS["llama-3.1-8b"], "llama-3.1-70b": LLAMA_70B}
+EXPERTS = dataclasses.replace(MODELS["qwen3-30b-a3b"], max_position_embeddings=2**20)
+SHAPES = {
+    "llama-3.1-8b": MODELS["llama-3.1-8b"],
+    "llama-3.1-70b": LLAMA_70B,
+    "qwen3-30b-a3b": EXPERTS,
+}
 PIECE = 2**15
 RULE = Rule("sketchwalk", "recommended", 0.1)
+ENOUGH_SECONDS = 15.0  # longer prompts run once and are not traced
 # Fields that identify a row.
 KEY = ("model", "phase", "tokens", "batch", "axis", "ranks", "policy", "preset", "density")
 
@@ -114,20 +122,18 @@ def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
         for axis in ("sequence", "tensor"):
             yield Cell(model="tiny", phase="lists", axis=axis, tokens=512)
         return
-    small, large = SHAPES
+    small, large, experts = SHAPES
     for axis in ("sequence", "tensor"):
         yield Cell(model=small, phase="lists", axis=axis, tokens=2**14)
-    for axis in AXES[:3]:
-        for rule in (RULE, DENSE):
-            yield Cell(model=small, phase="prefill", axis=axis, tokens=2**17, rule=rule)
-        yield Cell(model=small, phase="prefill", axis=axis, tokens=2**19, chunk_size=PIECE)
-        if axis != "one":
-            yield Cell(model=small, phase="prefill", axis=axis, tokens=2**20, chunk_size=PIECE)
-    for axis in ("one", "tensor"):
-        for rule in (RULE, DENSE):
-            yield Cell(
-                model=small, phase="decode", axis=axis, tokens=2**17, chunk_size=PIECE, rule=rule
-            )
+    for model, axis in itertools.product((small, experts), AXES[:3]):
+        yield Cell(model=model, phase="prefill", axis=axis, tokens=2**17)
+        if axis != "sequence":
+            yield Cell(model=model, phase="decode", axis=axis, tokens=2**17, chunk_size=PIECE)
+        if axis == "one":  # in pieces, since its activations do not fit otherwise
+            yield Cell(model=model, phase="prefill", axis=axis, tokens=2**19, chunk_size=PIECE)
+        if axis == "sequence":
+            yield Cell(model=model, phase="prefill", axis=axis, tokens=2**19)
+    yield Cell(model=small, phase="prefill", axis="sequence", tokens=2**20)
     for axis, batch in (("one", 8), ("data", 8 * ranks)):
         piece = PIECE // 8
         yield Cell(
@@ -139,8 +145,7 @@ def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
 
 def filtered(cell: Cell) -> Row:
     """Returns the values that filters are compared with."""
-    values = {name: getattr(cell, name) for name in ("model", "axis", "phase", "tokens")}
-    return values | {"policy": cell.rule.preset or cell.rule.policy}
+    return {name: getattr(cell, name) for name in ("model", "axis", "phase", "tokens")}
 
 
 def main() -> None:
@@ -152,7 +157,6 @@ def main() -> None:
     parser.add_argument("--axis", action="append", choices=AXES, help="default: all")
     parser.add_argument("--phase", action="append", choices=("prefill", "decode", "lists"))
     parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
-    parser.add_argument("--policy", action="append", help="policy or preset; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this")
     parser.add_argument("--quick", action="store_true", help="one tiny model, two repeats")
@@ -197,7 +201,6 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
         shlex.split(options.child),
         is_quick=options.quick,
         repeats=repeats,
-        max_ranks=options.ranks,
     )
     axis = wanted[0].axis
     ranks = 1 if axis == "one" else options.ranks
@@ -216,7 +219,7 @@ def run(wanted: list[Cell], options: argparse.Namespace, started: float) -> None
         make = functools.partial(Model, config, axis, ranks, rates, repeats)
         for cell, found in measured(own, needed, make, seconds_left):
             row = cell.row(ranks, **found)
-            common.add_rows(options.out, meta, [row], KEY, "max_ranks")
+            common.add_rows(options.out, meta, [row], KEY)
             print(describe_row(row), flush=True)
 
 
@@ -376,7 +379,7 @@ class Model:
 
     def _prefill(self, cell: Cell, program: Any, prompt: tuple[Any, Any, Any]) -> Row:
         repeats = self._repeats if cell.tokens <= 2**17 else 1
-        found = time_prompt(program, self._params, prompt, repeats)
+        found = time_prompt(program, self._params, prompt, repeats, ENOUGH_SECONDS)
         work = prompt_flops(self.config, cell.tokens, found["measured_density"]) * cell.batch
         return found | {
             "flops": work,

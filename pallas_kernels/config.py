@@ -18,8 +18,9 @@ MAX_HEAD_DIM = 128
 # Head sizes of the decode kernel; padding others would copy a layer of the cache per token.
 DECODE_HEADS = (64, 128)
 
-# Limits of the selection kernels, which hold one score per block in registers.
-MAX_BLOCKS = 16384
+# Limits of the selection kernels, which hold a row of scores in registers.
+MAX_BLOCKS = 16384  # of a row that walks
+MAX_LISTED = 2**16  # blocks or pages of a row that is listed; from 2^15 on, a few registers spill
 MAX_POWER = 32
 WIDE = 128  # head entries read at a time, one per thread of a warpgroup
 LEAST_BLOCK = 16  # fewest tokens per block for the sums of sketches
@@ -29,7 +30,6 @@ SCORED_PAGES = 4  # pages per block, listed individually
 SCORED_HEADS = (64, 128)  # head_dim for page scores
 SCORED_GROUP = 8  # most query heads per key/value head, for one token
 MAX_TOKEN_HEADS = 64  # most heads of a token, combined by one thread block
-MAX_TOKEN_SCORES = 2**19  # most scores of a token: heads times pages
 WRITTEN_CHANNELS = 128  # divides the channels of a token's keys in all heads
 
 # Limits of the SwiGLU kernel, which holds a row and scales in shared memory.

@@ -210,6 +210,11 @@ def _place(shapes: Any, shardings: Any) -> Any:
 
 _RECOMMENDED, _DENSE = SketchWalkConfig.recommended(density=0.1), Dense()
 decode_llama_8b = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED)
+decode_llama_8b_long = dataclasses.replace(
+    decode_llama_8b,
+    model_config=dataclasses.replace(_LLAMA_8B, max_position_embeddings=2**20),
+    tokens=2**20,
+)
 decode_llama_8b_dense = ModelCase(model_config=_LLAMA_8B, policy=_DENSE)
 decode_llama_8b_of_8 = ModelCase(model_config=_LLAMA_8B, policy=_RECOMMENDED, batch=8, tokens=65536)
 decode_llama_8b_paper = ModelCase(

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.config import (
-    MAX_BLOCKS,
+    MAX_LISTED,
     MAX_TOKEN_HEADS,
-    MAX_TOKEN_SCORES,
     SCORED_BLOCK,
     SCORED_GROUP,
     SCORED_HEADS,
@@ -36,7 +35,7 @@ def select_blocks(
     kernel_config: KernelConfig,
 ) -> BlockSelection | None:
     """Runs `selection.select_blocks` as a kernel, with the same indices (Algorithm 1 step 7)."""
-    if scores.shape[-1] > MAX_BLOCKS:
+    if scores.shape[-1] > MAX_LISTED:
         return None
     from sketchwalk_jax.pallas_kernels.top_k.select import select_blocks_kernel
 
@@ -85,8 +84,8 @@ def select_token_by_page_scores(
     num_columns = num_blocks * pages
     is_right = query.dtype == "bfloat16" and head_dim in SCORED_HEADS
     is_right = is_right and pages == SCORED_PAGES
-    fits = num_columns <= MAX_BLOCKS and num_heads * num_columns <= MAX_TOKEN_SCORES
-    fits = fits and num_heads <= MAX_TOKEN_HEADS and own_heads <= SCORED_GROUP * kv_heads
+    fits = num_columns <= MAX_LISTED and num_heads <= MAX_TOKEN_HEADS
+    fits = fits and own_heads <= SCORED_GROUP * kv_heads
     if not is_right or block_size != SCORED_BLOCK or not fits:
         return None
     from sketchwalk_jax.pallas_kernels.top_k.token_lists import select_token_by_page_scores_kernel

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS
+from sketchwalk_jax.pallas_kernels.config import MAX_LISTED
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.scaled import replace
 from sketchwalk_jax.selection import BlockSelection
@@ -232,11 +232,11 @@ def select_blocks_kernel(
       A `BlockSelection` shared by all heads, padded with the number of blocks.
 
     Raises:
-      ValueError: If a row has more than 16,384 blocks, which no longer fit in registers.
+      ValueError: If a row has more than 65,536 blocks, which no longer fit in registers.
     """
     batch, num_rows, num_blocks = scores.shape
-    if num_blocks > MAX_BLOCKS:
-        raise ValueError(f"scores must have at most {MAX_BLOCKS} columns, got {num_blocks}")
+    if num_blocks > MAX_LISTED:
+        raise ValueError(f"scores must have at most {MAX_LISTED} columns, got {num_blocks}")
     max_count = min(max_count, num_blocks)
     # Few warpgroups, since there may be many rows; but a thread has registers for 32 columns.
     height, warpgroups = room_of(-(-num_blocks // _TILE), least=8 * _TILES, interpret=interpret)

@@ -28,9 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.config import (
-    MAX_BLOCKS,
+    MAX_LISTED,
     MAX_TOKEN_HEADS,
-    MAX_TOKEN_SCORES,
     SCORED_PAGES,
 )
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
@@ -216,15 +215,14 @@ def select_token_by_page_scores_kernel(
       A `BlockSelection` of pages, shared by all heads, and the new page scores.
 
     Raises:
-      ValueError: If there are more than 16,384 pages, 64 heads or 2^19 pages times heads.
+      ValueError: If there are more than 65,536 pages or 64 heads.
     """
     batch, num_columns = scale_exponent.shape[1], scale_exponent.shape[2] * SCORED_PAGES
     num_heads = query.shape[1] if ranks is None else ranks.num_heads
-    is_long = num_columns > MAX_BLOCKS or num_heads * num_columns > MAX_TOKEN_SCORES
-    if is_long or num_heads > MAX_TOKEN_HEADS:
+    if num_columns > MAX_LISTED or num_heads > MAX_TOKEN_HEADS:
         raise ValueError(
-            f"there must be at most {MAX_BLOCKS} pages, {MAX_TOKEN_HEADS} heads and "
-            f"{MAX_TOKEN_SCORES} of both together, got {num_columns} and {num_heads}"
+            f"there must be at most {MAX_LISTED} pages and {MAX_TOKEN_HEADS} heads, got "
+            f"{num_columns} and {num_heads}"
         )
     height, warpgroups = room_of(-(-num_columns // TILE), interpret=interpret)
     together = _HEADS * warpgroups

@@ -15,6 +15,7 @@ FILE = Path(__file__).parents[1] / "model_cases.py"
 # Limits of launches per layer. In caches as long as these, one launch adds up heads for the lists.
 DECODING = {
     "decode_llama_8b": 21,
+    "decode_llama_8b_long": 21,
     "decode_llama_8b_float8": 17,
     "decode_llama_8b_dense": 20,
     "decode_llama_8b_of_8": 23,

@@ -28,7 +28,7 @@ from sketchwalk_jax import (
     sketchwalk_attention,
 )
 from sketchwalk_jax.pallas_kernels import dispatch
-from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_POWER
+from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_LISTED, MAX_POWER
 from sketchwalk_jax.pallas_kernels.top_k.select import ordered_keys, select_blocks_kernel
 from sketchwalk_jax.pallas_kernels.walk import walk_row
 from sketchwalk_jax.pallas_kernels.walk.block_sums import block_sums_kernel
@@ -209,8 +209,8 @@ def test_lists_of_first_and_last_rows(case, capfd):
     ("kind", "rows", "counts"),
     [
         ("ties", [40] * 39, range(2, 41)),
-        ("wide", [MAX_BLOCKS - 1, MAX_BLOCKS - 100], [410, MAX_BLOCKS - 99]),
-        ("ties", [MAX_BLOCKS - 1], [410]),
+        ("wide", [MAX_LISTED - 1, MAX_LISTED - 100], [410, MAX_LISTED - 99]),
+        ("ties", [MAX_LISTED - 1], [410]),
     ],
     ids=["every count", "all of the longest rows", "ties in the longest rows"],
 )
@@ -342,9 +342,9 @@ def test_arrays_that_do_not_fit_are_refused():
 
     forced = {"sink_blocks": 0, "local_blocks": 1}
     zero, one = jnp.int32(0), jnp.zeros((1, 1), jnp.int32)
-    scores = (1, 1, MAX_BLOCKS + 1)
+    scores = (1, 1, MAX_LISTED + 1)
     options = {"rows": one, "counts": one, "max_count": 1, **forced}
-    refuse("at most 16384 columns", select_blocks_kernel, scores, **options)
+    refuse("at most 65536 columns", select_blocks_kernel, scores, **options)
     for size, power, num_blocks in ((24, 8, 5), (32, MAX_POWER + 1, 5), (32, 8, MAX_BLOCKS + 1)):
         words, sums = f"got {size}, {power} and {num_blocks}", (1, num_blocks, 1, size)
         options = {"layers": zero, "positions": one[0], "counts": one, "head_dim": 64, **forced}
