@@ -217,13 +217,12 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
     The number is for one sequence. `tokens` is None without a measurement, or if the policy did not
     pay up to `longest` tokens.
     """
-    found: BreakEven | str = Auto(config).find(phase, model_config)
-    if isinstance(config, RecommendedConfig):
-        longest = model_config.context_length
-        places = (0, longest) if phase == "prefill" else (longest - 1, longest)
-        found = Auto(config).find(phase, model_config, tokens=longest)
-        if config.for_layer(0, model_config.num_layers).keeps_all(phase, *places):
-            found = f"nowhere: it keeps all keys up to {longest:,} tokens"
+    longest = model_config.context_length
+    found: BreakEven | str = Auto(config).find(phase, model_config, tokens=longest)
+    of_model = config.for_layer(0, model_config.num_layers)
+    places = (0, longest) if phase == "prefill" else (longest - 1, longest)
+    if isinstance(of_model, RecommendedConfig) and of_model.keeps_all(phase, *places):
+        found = f"nowhere: it keeps all keys up to {longest:,} tokens"
     if isinstance(found, str):
         return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
     names = ("tokens", "longest", "is_expected")

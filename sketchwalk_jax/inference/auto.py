@@ -8,8 +8,7 @@ and tokens decoded 1.03 times as fast, since a smaller gain is not worth the ans
 `Auto` is not a policy. It is replaced by a policy for each phase before tracing, because the choice
 depends only on the sizes of the call. It uses the lengths up to which a policy keeps all keys, and
 measurements: `break_even.json` in this folder, which `benchmarks/report.py` writes from the
-benchmarks' results. For GPUs without measurements, it
-uses the times of the same code on an H200.
+benchmarks' results. For GPUs without measurements, it uses the times of the same code on an H200.
 """
 
 import dataclasses
@@ -248,15 +247,13 @@ class Auto:
         policy, lengths = self.policy(model_config), {"prefill": tokens}
         lengths["decode"] = tokens + max_new_tokens // 2
         own = [one for one in policy.phases if phase in (_BOTH, one)]
+        of_model = policy.for_layer(0, model_config.num_layers)
+        places = {"prefill": (0, tokens), "decode": (tokens, tokens + max(1, max_new_tokens))}
         sparse, reasons = [], []
         for one in own:
-            if isinstance(policy, RecommendedConfig):
-                of_model = policy.for_layer(0, model_config.num_layers)
-                end = tokens + max(1, max_new_tokens)
-                places = (0, tokens) if one == "prefill" else (tokens, end)
-                if of_model.keeps_all(one, *places):
-                    reasons.append(f"{one} dense: the policy would keep all keys")
-                    continue
+            if isinstance(of_model, RecommendedConfig) and of_model.keeps_all(one, *places[one]):
+                reasons.append(f"{one} dense: the policy would keep all keys")
+                continue
             found = self.find(one, model_config, batch=batch, tokens=lengths[one])
             if is_spread:
                 found = "no measurement on several devices"

@@ -81,6 +81,20 @@ def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, den
     assert by_layer.mean() == pytest.approx(expected, abs=1e-3)
 
 
+def test_losses_name_what_was_kept():
+    """The next test, a long one, compares losses with those of a plain forward pass."""
+    model, plan = dataclasses.replace(MODEL, num_layers=1), tiny.plan((0.05, 0.5), (0.02, 0.01))
+    passages, given = [tiny.prompts(2304)[0][0]], {"model_config": model, "plan": plan}
+    found = measure_losses(
+        tiny.params(model=model), passages, num_tokens=2304, densities=(0.05,), **given
+    )
+    assert [one.phase for one in found] == ["prefill", "decode"]
+    least = RecommendedConfig(density=0.05, plan=plan).least_tokens
+    for one, tokens in zip(found, least, strict=True):
+        assert one.most == one.kl > 1e-3 and one.same < 1.0
+        assert one.kept == pytest.approx(tokens / 2304, abs=1e-3)
+
+
 @pytest.mark.slow
 def test_losses_of_a_model_fall_with_the_density(plan):
     """A plain forward pass loses the same in prefill."""

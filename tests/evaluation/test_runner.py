@@ -111,7 +111,6 @@ def asked(monkeypatch) -> list:
     return seen
 
 
-@pytest.mark.slow
 def test_every_rule_phase_and_task_has_its_rows_and_a_line_of_the_table(finished, model):
     lines = finished.out.splitlines()
     assert lines[0] == "512 tokens"
@@ -147,7 +146,6 @@ def test_every_rule_phase_and_task_has_its_rows_and_a_line_of_the_table(finished
     assert str(model.parent) not in finished.file.read_text()
 
 
-@pytest.mark.slow
 def test_thresholds_are_set_on_prompts_that_are_not_scored(finished):
     assert len(finished.held_out) == 2 and set(finished.held_out).isdisjoint(finished.scored)
     rows = [row for row in finished.rows if row["policy"] == "minference"]
