@@ -34,6 +34,7 @@ DENSE: Row = {"method": "dense"}
 AT_01: Row = {"method": "recommended", "density": 0.1}
 AT_02: Row = {"method": "recommended", "density": 0.2}
 BESIDE: Row = {"method": "dense", "density": 1.0}
+PEER: Row = BESIDE | {"implementation": "transformers"}
 WEIGHTS = ("bfloat16", "float8", "int8")
 
 # Whole models.
@@ -67,6 +68,11 @@ def busy(row: Row) -> Iterator[Row]:
     yield row | {"part": "waiting for kernels", "ms": max(0.0, idle)}
 
 
+def awaited(row: Row) -> Iterator[Row]:
+    """Adds to a row the part of an answer that a user waits for."""
+    yield row | {"part": {"prefill": "first token", "decode": "next token"}[row["phase"]]}
+
+
 def loaded(row: Row) -> Iterator[Row]:
     """Joins a row's sequences and tokens into one field."""
     yield row | {"load": (row["batch"], row["tokens"])}
@@ -93,7 +99,7 @@ def beside_one(rows: list[Row], other: Other) -> str:
 
 
 GATHERED = 235e9
-"""Bytes per second that a rank receives, as measured with four H100s (`scale_out_four.json`)."""
+"""Bytes per second that a rank receives, as measured with four H100s."""
 
 
 def estimated(ranks: int) -> Cell:
@@ -297,7 +303,7 @@ class FirstCallSentence:
 
 SCALE = Table(
     file="scale_out.json",
-    command="python benchmarks/scale_out.py --ranks 2",
+    command="python benchmarks/scale_out.py --ranks 4",
     where={"error": None},
     adapt=spread,
     lines=("model", "load", "gpus"),
@@ -307,18 +313,16 @@ SCALE = Table(
     },
     has_gaps=True,
 )
-FOUR_GPUS = dataclasses.replace(
-    SCALE,
-    file="scale_out_four.json",
-    command="python benchmarks/scale_out.py --ranks 4 --policy recommended",
-)
 TIMES: dict[str, Table] = {
     "gains": Table(
-        **WHOLE, where=LLAMA | {"batch": 1}, lines=("tokens",), columns=in_phases(AT_02, "0.2")
+        **WHOLE,
+        where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**13, 2**14, 2**16, 2**17, 2**18)},
+        lines=("tokens",),
+        columns=in_phases(AT_02, "0.2"),
     ),
     "one-sequence": Table(
         **WHOLE,
-        where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**14, 2**15, 2**16, 2**17)},
+        where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**14, 2**16, 2**17, 2**18)},
         lines=("tokens",),
         columns={
             f"{title}, {name.lower()}": (rule | {"phase": phase}, cell)
@@ -327,9 +331,39 @@ TIMES: dict[str, Table] = {
             if rule != DENSE
         },
     ),
+    "other-models": Table(
+        **WHOLE,
+        where={
+            "model": OneOf("qwen2.5-7b", "qwen3-30b-a3b", "llama-3.2-1b"),
+            "tokens": OneOf(2**14, 2**17, 2**20),
+            "batch": 1,
+        },
+        lines=("model", "tokens"),
+        columns={
+            "First token": (AT_01 | {"phase": "prefill"}, timed(**BESIDE)),
+            "Next token": (AT_01 | {"phase": "decode"}, timed(**BESIDE)),
+        },
+        has_gaps=True,
+    ),
+    "transformers": Table(
+        file="end_to_end.json",
+        command=f"{END_TO_END} --only-transformers",
+        where={"model": "llama-3.1-8b", "batch": 1, "tokens": OneOf(2**15, 2**17)},
+        adapt=awaited,
+        lines=("part", "tokens"),
+        columns={
+            title: (rule | {"implementation": name}, timed(**beside))
+            for title, name, rule, beside in (
+                ("transformers", "transformers", DENSE, {}),
+                ("Dense", "ours", DENSE, PEER),
+                ("Density 0.1", "ours", AT_01, PEER),
+            )
+        },
+    ),
     "batch": Table(
         **WHOLE,
-        where=LLAMA | {"phase": "decode", "batch": OneOf(8, 32)},
+        where=LLAMA
+        | {"phase": "decode", "batch": OneOf(8, 32), "tokens": OneOf(2**12, 2**14, 2**16)},
         adapt=loaded,
         lines=("load",),
         columns=SPEEDS | {"Density 0.1, of its bound": (AT_01, of_floor)},
@@ -352,9 +386,8 @@ TIMES: dict[str, Table] = {
         columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
     ),
     "scale": SCALE,
-    "scale-four": FOUR_GPUS,
     "scale-estimate": dataclasses.replace(
-        FOUR_GPUS,
+        SCALE,
         where={"error": None, "phase": "prefill", "ranks": 4},
         columns={
             "8 GPUs, estimate": ({}, estimated(8)),

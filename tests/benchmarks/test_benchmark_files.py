@@ -69,7 +69,7 @@ def test_rows_of_another_machine_are_refused_and_of_another_run_taken(other, loa
 
 
 FILTERS = {
-    "scale_out": ["--policy", "paper"],
+    "scale_out": ["--model", "gemma"],
     "end_to_end": ["--policy", "dense", "--tokens", "7"],
     "kernels": ["--quick", "--op", "nothing"],
     "ablations": ["--only", "beta", "--only", "nothing"],
