@@ -30,6 +30,8 @@ from report import (
     timed,
 )
 
+from sketchwalk_jax.memory import show_bytes
+
 DENSE: Row = {"method": "dense"}
 AT_01: Row = {"method": "recommended", "density": 0.1}
 AT_02: Row = {"method": "recommended", "density": 0.2}
@@ -96,6 +98,22 @@ def beside_one(rows: list[Row], other: Other) -> str:
     one, seconds = best(select(other(gpus=ANY, load=ANY), same)), own["seconds"]["median"]
     faster = own["batch"] / seconds * one["seconds"]["median"] / each if one else None
     return duration(1e3 * seconds) + (f", **{faster:.2f}×**" if faster else "")
+
+
+def exchanged(rows: list[Row], other: Other) -> str:
+    """Formats the bytes that a rank receives, and the share of the time that this takes.
+
+    It is the time of all kernels outside of a layer's parts, without its share of one GPU's.
+    """
+    own = rows[0]
+    if not own["sent_bytes"]:
+        return NOTHING
+    text = show_bytes(own["sent_bytes"])
+    one = best(other(gpus=ANY, axis="one", ranks=1))
+    if not own["parts_ms"] or one is None or not one["parts_ms"]:
+        return text
+    more = own["parts_ms"]["rest"] - one["parts_ms"]["rest"] / own["ranks"]
+    return f"{text}, {more / 1e3 / own['seconds']['median']:.0%}"
 
 
 GATHERED = 235e9
@@ -386,6 +404,14 @@ TIMES: dict[str, Table] = {
         columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
     ),
     "scale": SCALE,
+    "scale-sent": dataclasses.replace(
+        SCALE,
+        where={"error": None, "ranks": OneOf(2, 4), "axis": OneOf("sequence", "tensor")},
+        columns={
+            "For a prompt": ({"phase": "prefill"}, exchanged),
+            "For a token": ({"phase": "decode"}, exchanged),
+        },
+    ),
     "scale-estimate": dataclasses.replace(
         SCALE,
         where={"error": None, "phase": "prefill", "ranks": 4},
