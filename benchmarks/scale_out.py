@@ -85,6 +85,7 @@ SHAPES = {
     "qwen3-30b-a3b": EXPERTS,
 }
 PIECE = 2**15
+QUERIES, PARTS = 32, 64  # queries whose scores a kernel sums, and parts of a token's scores
 RULE = Rule("sketchwalk", "recommended", 0.1)
 ENOUGH_SECONDS = 15.0  # longer prompts run once and are not traced
 # Fields that identify a row.
@@ -287,10 +288,13 @@ def sent_bytes(
         tokens // getattr(policy, "unit_size", policy.block_size),
     )
     if axis == "tensor":
-        hidden = 2 * 2 * others * new * config.hidden_size * number
-        heads = config.num_heads if is_token else config.num_kv_heads
-        scores = others * 4 * heads * rows * units
-        return batch * (config.num_layers * hidden + sparse * scores)
+        of_experts = 4 if config.num_experts else number  # summed in float32
+        hidden = 2 * others * new * config.hidden_size * (number + of_experts)
+        queries = config.num_heads // config.num_kv_heads * policy.representatives
+        scores = 4 * config.num_kv_heads * rows * units * -(-queries // QUERIES)
+        if is_token:  # powers in bfloat16, with two float32 numbers for each part
+            scores = config.num_heads * (2 * units + 2 * 4 * PARTS)
+        return batch * (config.num_layers * hidden + sparse * others * scores)
     if axis == "sequence" and is_token:
         found = 2 * others * 4 * config.num_heads * (config.head_dim + 1)
         return batch * config.num_layers * found

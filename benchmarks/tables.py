@@ -103,7 +103,8 @@ def beside_one(rows: list[Row], other: Other) -> str:
 def exchanged(rows: list[Row], other: Other) -> str:
     """Formats the bytes that a rank receives, and the share of the time that this takes.
 
-    It is the time of all kernels outside of a layer's parts, without its share of one GPU's.
+    It is the time of all kernels outside of a layer's parts, beyond that of one GPU: ranks of
+    `sequence` share it, those of `tensor` all do it.
     """
     own = rows[0]
     if not own["sent_bytes"]:
@@ -112,7 +113,8 @@ def exchanged(rows: list[Row], other: Other) -> str:
     one = best(other(gpus=ANY, axis="one", ranks=1))
     if not own["parts_ms"] or one is None or not one["parts_ms"]:
         return text
-    more = own["parts_ms"]["rest"] - one["parts_ms"]["rest"] / own["ranks"]
+    shared = own["ranks"] if own["axis"] == "sequence" else 1
+    more = own["parts_ms"]["rest"] - one["parts_ms"]["rest"] / shared
     return f"{text}, {more / 1e3 / own['seconds']['median']:.0%}"
 
 
@@ -321,7 +323,7 @@ class FirstCallSentence:
 
 SCALE = Table(
     file="scale_out.json",
-    command="python benchmarks/scale_out.py --ranks 4",
+    command="python benchmarks/scale_out.py --ranks 2, --ranks 4",
     where={"error": None},
     adapt=spread,
     lines=("model", "load", "gpus"),

@@ -18,9 +18,10 @@ MAX_HEAD_DIM = 128
 # Head sizes of the decode kernel; padding others would copy a layer of the cache per token.
 DECODE_HEADS = (64, 128)
 
-# Limits of the selection kernels, which hold a row of scores in registers.
+# Limits of the selection kernels. They hold a row of scores in registers, 32 columns per thread;
+# longer rows are listed with up to 128 columns, of which some spill to memory.
 MAX_BLOCKS = 16384  # of a row that walks
-MAX_LISTED = 2**16  # blocks or pages of a row that is listed; from 2^15 on, a few registers spill
+MAX_LISTED = 2**16  # blocks or pages of a row that is listed
 MAX_POWER = 32
 WIDE = 128  # head entries read at a time, one per thread of a warpgroup
 LEAST_BLOCK = 16  # fewest tokens per block for the sums of sketches

@@ -232,7 +232,7 @@ def select_blocks_kernel(
       A `BlockSelection` shared by all heads, padded with the number of blocks.
 
     Raises:
-      ValueError: If a row has more than 65,536 blocks, which no longer fit in registers.
+      ValueError: If a row has more than 65,536 blocks.
     """
     batch, num_rows, num_blocks = scores.shape
     if num_blocks > MAX_LISTED:

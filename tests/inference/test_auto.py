@@ -389,8 +389,8 @@ def row(tokens, policy, median, **more):
     fields = {"model": "llama-3.1-8b", "phase": "decode", "tokens": tokens, "batch": 8}
     fields |= {"implementation": "ours", "chunk_size": None, "error": None, "policy": policy}
     preset, density = ("recommended", 0.1) if policy == "sketchwalk" else (None, 1.0)
-    fields |= {"preset": preset, "density": density, "seconds": {"median": median}}
-    return fields | more
+    seconds = {"median": median, "q25": 0.99 * median, "q75": 1.01 * median}
+    return fields | {"preset": preset, "density": density, "seconds": seconds} | more
 
 
 def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
@@ -405,8 +405,8 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
     short = [row(2**14, "dense", 11.0), row(2**14, "sketchwalk", 12.0)]
     at_once = found([*long, *short])  # on the measured device, and on others that run the same code
     assert [(one.tokens, one.longest) for one in at_once] == [(2**17, 2**17)] * 2
-    # A policy must beat dense attention in chunks, and by more than 3 %.
-    for time in (10.5, 9.8):
+    # A policy must beat dense attention in chunks, and by more than 3 % and the spread of both.
+    for time in (10.5, 9.8, 9.6):
         slower = [*dense, row(2**17, "sketchwalk", time)]
         assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)] * 2
 

@@ -299,9 +299,12 @@ def test_tokens_get_the_lists_that_they_get_on_hopper(gpu, shape, kind):
 
 
 @pytest.mark.slow
-def test_the_best_pages_of_a_long_cache_are_listed():
+def test_the_best_pages_of_a_long_cache_are_listed(patch):
     """The lists have the best of the kernels' own page scores, which are those of plain JAX."""
+    patch(_MOST_BYTES=0)
     drawn = draw_token(2, 1, 64, 4200, "random")  # 16,800 pages
+    kernels = functools.partial(select_token, POLICY, kernel_config=KERNELS)
+    assert "token_page_scores" in str(jax.make_jaxpr(kernels)(*drawn))
     (lists, after), (plain, wanted) = (
         select_token(POLICY, *drawn, kernel_config=one) for one in (KERNELS, None)
     )

@@ -91,6 +91,8 @@ class TokenSelectionCase:
         )
 
 
+# A row that does not fit in registers.
+LONGEST = TopKCase(num_blocks=65536)
 # Cases by GPU. Only Hopper has kernels for the printed rule's sketch and walk.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "9.0": (
@@ -98,6 +100,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
         TopKCase(num_blocks=1000, num_rows=300, batch=2, density=0.2),
         TopKCase(num_blocks=8192, num_rows=8192),
         TopKCase(num_blocks=16384),
+        LONGEST,
         BlockSumsCase(heads=(32, 8), head_dim=128, tokens=131072),
         BlockSumsCase(heads=(28, 4), head_dim=128, sketch_dim=128, dtype="float16"),
         BlockSumsCase(heads=(32, 8), head_dim=64, block_size=16),
