@@ -130,10 +130,9 @@ def cells(ranks: int, *, is_quick: bool) -> Iterator[Cell]:
         yield Cell(model=model, phase="prefill", axis=axis, tokens=2**17)
         if axis != "sequence":
             yield Cell(model=model, phase="decode", axis=axis, tokens=2**17, chunk_size=PIECE)
-        if axis == "one":  # in pieces, since its activations do not fit otherwise
-            yield Cell(model=model, phase="prefill", axis=axis, tokens=2**19, chunk_size=PIECE)
-        if axis == "sequence":
-            yield Cell(model=model, phase="prefill", axis=axis, tokens=2**19)
+        if axis != "tensor":  # activations of the whole prompt do not fit one GPU
+            piece = PIECE if axis == "one" else None
+            yield Cell(model=model, phase="prefill", axis=axis, tokens=2**19, chunk_size=piece)
     yield Cell(model=small, phase="prefill", axis="sequence", tokens=2**20)
     for axis, batch in (("one", 8), ("data", 8 * ranks)):
         piece = PIECE // 8

@@ -323,7 +323,7 @@ class FirstCallSentence:
 
 SCALE = Table(
     file="scale_out.json",
-    command="python benchmarks/scale_out.py --ranks 2, --ranks 4",
+    command="for n in 2 4; do python benchmarks/scale_out.py --ranks $n; done",
     where={"error": None},
     adapt=spread,
     lines=("model", "load", "gpus"),
