@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="numbers to try in development; in the report one for all, by default those chosen",
     )
     parser.add_argument("--batch", type=int, help="prompts at a time; default: by the memory")
+    parser.add_argument(
+        "--probe-prompts", type=int, default=0, help="of each task, for the bytes that decode reads"
+    )
     parser.add_argument("--dtype", help="default: the checkpoint's, float32 on CPUs")
     parser.add_argument("--weights", help="float8 or int8; rows then name them beside the model")
     parser.add_argument("--text", type=Path, help="default: Python's help topics")
@@ -104,7 +107,7 @@ def run_model(path: Path, text: Text, options: argparse.Namespace, seconds: floa
         tasks=options.task,
         phases=options.phase,
         batch=options.batch,
-        probe_prompts=0,
+        probe_prompts=options.probe_prompts,
         wording="chat" if tokenizer.chat_template else "plain",
         answerable=True,
         tries=options.tries,

@@ -1,7 +1,7 @@
 """Defines the tables of the pages: their results, rows and columns."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +342,7 @@ TIMES: dict[str, Table] = {
     ),
     "one-sequence": Table(
         **WHOLE,
-        where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**14, 2**16, 2**17, 2**18)},
+        where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**14, *(2**n for n in range(16, 20)))},
         lines=("tokens",),
         columns={
             f"{title}, {name.lower()}": (rule | {"phase": phase}, cell)
@@ -350,6 +350,7 @@ TIMES: dict[str, Table] = {
             for name, (rule, cell) in SPEEDS.items()
             if rule != DENSE
         },
+        has_gaps=True,
     ),
     "other-models": Table(
         **WHOLE,
@@ -561,6 +562,7 @@ TASKS = {
     "One of many keys": "multi_key",
     "Mid-prompt": "mid_prompt",
 }
+AT_THE_END = ("single_needle", "multi_key")
 IN_PHASE = {"Prefill": "prefill", "Decode": "decode", "Prefill and decode": "both"}
 QUALITY: dict[str, Any] = {"file": "quality.json", "command": EVAL}
 BUNDLED: Row = {"tokens": 2**14, "density": 0.2}
@@ -577,16 +579,33 @@ def answers(density: float) -> Table:
     )
 
 
-def methods(phase: str, *names: str) -> Table:
-    """Makes the table of methods' right answers by task in one phase."""
+def methods(
+    phase: str,
+    first: str,
+    column: tuple[Row, Cell],
+    names: Sequence[str],
+    adapt: Callable[[Row], Iterator[Row]] = lambda row: iter((row,)),
+    **where: Any,
+) -> Table:
+    """Makes the table of methods' right answers in one phase, with another first column."""
+    own: Row = {"phase": phase, "tokens": 8192, "method": OneOf(*names)}
     return Table(
         **ANSWERS,
-        where=REPORTED
-        | {"phase": phase, "density": 0.2, "tokens": 8192, "method": OneOf("recommended", *names)},
+        where=REPORTED | own | where,
+        adapt=adapt,
         lines=("model", "method"),
-        columns={title: ({"task": task}, right) for title, task in TASKS.items()},
-        has_gaps=True,
+        columns={
+            first: column,
+            "Question at the end": ({"task": OneOf(*AT_THE_END)}, right),
+            "Mid-prompt": ({"task": "mid_prompt"}, right),
+        },
     )
+
+
+def asked(row: Row) -> Iterator[Row]:
+    """Adds the density that was asked for to the name of a method."""
+    is_dense = row["policy"] == "dense"
+    yield row if is_dense else row | {"method": f"{row['method']}, {row['density']:g}"}
 
 
 def moved(row: Row) -> Iterator[Row]:
@@ -602,18 +621,6 @@ def weighted(row: Row) -> Iterator[Row]:
     yield from (new | own for new in moved(row))
 
 
-def compared(phase: str, *names: str) -> Table:
-    """Makes the paper's comparison on the bundled model: right answers by length."""
-    lengths = {f"{tokens:,} tokens": {"tokens": tokens} for tokens in (4096, 8192, 16384)}
-    return Table(
-        **QUALITY,
-        where={"phase": phase, "density": 0.2, "method": OneOf(*names)},
-        lines=("method",),
-        columns={title: (where, right_interval) for title, where in lengths.items()}
-        | {"All": ({}, right_interval)},
-    )
-
-
 def printed(row: Row) -> Iterator[Row]:
     """Makes rows for the lines of a table of the paper, with averages and the longest length."""
     for line in row["rows"]:
@@ -624,7 +631,6 @@ def printed(row: Row) -> Iterator[Row]:
 
 # Claims: text, the two methods to compare, the phase and the tasks.
 ONE_FACT = ("single_needle", "multi_key", "mid_prompt")
-AT_THE_END = ("single_needle", "multi_key")
 CLAIMS: tuple[tuple[str, str, str, str, tuple[str, ...] | None], ...] = (
     ("The printed rule is near-lossless", "paper", "dense", "prefill", None),
     ("Means of keys lose facts in prompts", "one_hop", "oracle", "prefill", ONE_FACT),
@@ -677,8 +683,20 @@ RESULTS: dict[str, Table] = {
         columns={title: ({"task": task}, right) for title, task in TASKS.items()},
         has_gaps=True,
     ),
-    "methods-prefill": methods("prefill", "minference", "flexprefill"),
-    "methods-decode": methods("decode", "quest", "adamas"),
+    "methods-prefill": methods(
+        "prefill",
+        "Density",
+        ({"task": "single_needle"}, mean("measured_density_all_layers", "{:.2f}")),
+        ("recommended", "minference", "flexprefill"),
+        density=0.2,
+    ),
+    "methods-decode": methods(
+        "decode",
+        "MiB read per token, of dense",
+        ({"task": "single_needle"}, bytes_read),
+        ("recommended, 0.2", "quest, 0.1", "quest, 0.2", "adamas, 0.1", "adamas, 0.2"),
+        adapt=asked,
+    ),
     "text-loss": Table(
         **ANSWERS,
         where=REPORTED | {"task": "text_loss", "method": "recommended", "phase": "both"},
@@ -699,7 +717,7 @@ RESULTS: dict[str, Table] = {
         },
     ),
     "weights-loss": Table(
-        **ANSWERS,
+        **ANSWERS | {"file": "answers_weights.json"},
         where={
             "stage": "report",
             "tokens": 4096,
@@ -754,8 +772,6 @@ RESULTS: dict[str, Table] = {
         },
         has_gaps=True,
     ),
-    "compared-prefill": compared("prefill", *SHOWN[:6], "damped", "one_hop"),
-    "compared-decode": compared("decode", *SHOWN[:4], "quest", "adamas", "damped", "one_hop"),
     "compared-bytes": Table(
         **QUALITY,
         where=BUNDLED
