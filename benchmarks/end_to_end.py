@@ -58,7 +58,7 @@ from sketchwalk_jax.inference.compiled import keep_compiled_programs
 from sketchwalk_jax.inference.generation import (
     DecodeState,
     decode_tokens,
-    has_greedy_program,
+    greedy_steps,
     start_decoding,
 )
 from sketchwalk_jax.inference.sampling import Sampling, seen_tokens, sequence_keys
@@ -615,7 +615,7 @@ def token_program(settings: Settings, **options: Any) -> Any:
         eos_token_ids=(),
         pad_token_id=0,
         settings=settings,
-        is_greedy=has_greedy_program(sampling),
+        greedy_steps=greedy_steps(sampling),
     )
     return jax.jit(
         lambda params, state, limit: decode(params, state, sampling, limit),

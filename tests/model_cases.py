@@ -138,10 +138,10 @@ class GenerateCase(ModelCase):
     """The program in `generate` that decodes tokens.
 
     Attributes:
-      is_greedy: Whether all sequences are greedy.
+      greedy_steps: As `decode_tokens` takes it.
     """
 
-    is_greedy: bool
+    greedy_steps: int
 
     donated = (1,)  # the state
 
@@ -158,7 +158,7 @@ class GenerateCase(ModelCase):
         tokens, lengths = jnp.zeros((self.batch, 64), jnp.int32), jnp.full(self.batch, 64)
         state, _ = jax.eval_shape(start, params, tokens, lengths, jax.random.key(0))
         options = {"num_tokens": 256, "eos_token_ids": (5,), "pad_token_id": 5}
-        options |= {"settings": settings, "is_greedy": self.is_greedy}
+        options |= {"settings": settings, "greedy_steps": self.greedy_steps}
         sampling, limit = jax.eval_shape(lambda: (Sampling.greedy(), jnp.int32(256)))
         return functools.partial(decode_tokens, **options), (params, state, sampling, limit)
 
@@ -221,8 +221,8 @@ decode_llama_8b_paper = ModelCase(
     model_config=_LLAMA_8B, policy=SketchWalkConfig.paper(density=0.1, dense_layers=2)
 )
 decode_llama_1b = ModelCase(model_config=_LLAMA_1B, policy=_RECOMMENDED)
-generate_llama_1b = GenerateCase(**vars(decode_llama_1b), is_greedy=True)
-generate_llama_1b_drawn = GenerateCase(**vars(decode_llama_1b), is_greedy=False)
+generate_llama_1b = GenerateCase(**vars(decode_llama_1b), greedy_steps=4)
+generate_llama_1b_drawn = GenerateCase(**vars(decode_llama_1b), greedy_steps=0)
 # 8.6 has the least shared memory of the GPUs from Ampere on.
 decode_llama_1b_on_ampere = dataclasses.replace(decode_llama_1b, capability="8.6")
 decode_llama_1b_on_ampere_dense = dataclasses.replace(

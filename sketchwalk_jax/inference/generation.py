@@ -85,8 +85,8 @@ from sketchwalk_jax.validation import check_integer, is_known
 PyTree = Any
 
 # Greedy decoding on a GPU asks the host whether to go on only every 4 steps. With more steps, more
-# are wasted after the last sequence has ended.
-_STEPS = 4
+# are wasted after the last sequence has ended. On a CPU, asking takes no time, and a step does.
+_STEPS_ON_GPUS = 4
 
 
 @register
@@ -205,12 +205,11 @@ def _first_state(
     )
 
 
-def has_greedy_program(sampling: Sampling) -> bool:
-    """Whether `generate` decodes with the program for greedy sequences only.
-
-    On a CPU, asking the host takes no time, so one program serves all sampling settings.
-    """
-    return sampling.is_greedy and dispatch.kernels_here() is not None
+def greedy_steps(sampling: Sampling) -> int:
+    """Returns the `greedy_steps` of `decode_tokens` for `generate` on the device in use."""
+    if not sampling.is_greedy:
+        return 0
+    return 1 if dispatch.kernels_here() is None else _STEPS_ON_GPUS
 
 
 def decode_tokens(
@@ -224,23 +223,22 @@ def decode_tokens(
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
     settings: Settings,
-    is_greedy: bool = False,
+    greedy_steps: int = 0,
 ) -> tuple[Int[Array, "B U"], DecodeState]:
     """Decodes up to `limit <= num_tokens` more tokens of every sequence that has not ended.
 
     The returned cache holds every returned token, including the last one.
 
-    Whenever a program branches, a GPU is idle until the host has read the condition and launched
-    new work. Each token branches on whether to go on, and on how to sample. If all sequences are
-    known to be greedy, nothing is sampled, and only every fourth token asks whether to go on: the
-    up to three steps after the last token change nothing.
+    `greedy_steps` is 0, or makes the program for greedy sequences only. That compiles two to three
+    times as fast, and asks whether to go on after so many tokens: whenever a program branches, a
+    GPU is idle until the host has read the condition and launched new work. The steps after the
+    last token change nothing.
 
     `state` is the state after the prompt, or after another call. The result has `num_tokens`
-    columns. `is_greedy` says that this is the program for greedy sequences only. `numbers` are as
-    in `start_decoding`.
+    columns. `numbers` are as in `start_decoding`.
     """
     settings = settings.with_numbers(numbers)
-    batch, steps = state.lengths.shape[0], _STEPS if is_greedy else 1
+    batch = state.lengths.shape[0]
 
     def is_unfinished(carry: tuple[Array, Array, DecodeState]) -> Bool[Array, ""]:
         step, _, state = carry
@@ -249,7 +247,7 @@ def decode_tokens(
     def one_token(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
         step, tokens, state = carry
         active = ~state.is_done
-        if is_greedy:
+        if greedy_steps:
             token = best_tokens(state.logits, sampling, state.seen)
             active &= step < limit
         else:
@@ -260,7 +258,7 @@ def decode_tokens(
         logits, cache, _ = decode_token(
             params, token, state.cache, active=active, settings=settings
         )
-        if is_greedy:  # another call may continue with these logits
+        if greedy_steps:  # another call may continue with these logits
             logits = jnp.where(active[:, None], logits, state.logits)
         eos = jnp.asarray(eos_token_ids, jnp.int32)
         is_end = active & jnp.any(token[:, None] == eos[None, :], axis=1)
@@ -276,12 +274,13 @@ def decode_tokens(
         return step + 1, tokens, state
 
     def some_tokens(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
-        return jax.lax.fori_loop(0, steps, lambda _, carry: one_token(carry), carry)
+        return jax.lax.fori_loop(0, greedy_steps, lambda _, carry: one_token(carry), carry)
 
-    tokens = jnp.full((batch, num_tokens + steps - 1), pad_token_id, jnp.int32)
+    room = num_tokens + max(0, greedy_steps - 1)
+    tokens = jnp.full((batch, room), pad_token_id, jnp.int32)
     tokens, state = vary_alike(tokens, state, like=(params, sampling))
     carry = (jnp.zeros((), jnp.int32), tokens, state)
-    body = some_tokens if is_greedy else one_token
+    body = some_tokens if greedy_steps > 1 else one_token
     _, tokens, state = jax.lax.while_loop(is_unfinished, body, carry)
     tokens = constrain(tokens[:, :num_tokens], settings.placement)
     return tokens, _spread_state(state, settings)
@@ -316,7 +315,7 @@ _start = Program(
 _continue = Program(
     decode_tokens,
     does="decodes tokens",
-    static=("num_tokens", "eos_token_ids", "pad_token_id", "settings", "is_greedy"),
+    static=("num_tokens", "eos_token_ids", "pad_token_id", "settings", "greedy_steps"),
     donated="state",
 )
 
@@ -446,7 +445,7 @@ class Options:
                 "pad_token_id": self.pad_token_id,
                 # Drop prefill-only options, or decode would be recompiled.
                 "settings": dataclasses.replace(settings, chunk_size=None, return_selection=False),
-                "is_greedy": is_loaded and has_greedy_program(sampling),
+                "greedy_steps": greedy_steps(sampling) if is_loaded else 0,
             },
             num_rows=prompt_rows(tokens, lengths, cache, settings.policy.block_size),
             choice=choice,
@@ -895,9 +894,9 @@ class StreamChunk:
 
 
 def for_stream(call: Call) -> Call:
-    """Returns the call without the four-step program, as a stream stops after few tokens."""
+    """Returns the call without a program of several steps, as a stream stops after few tokens."""
     shared = None if call.shared is None else for_stream(call.shared)
-    decoding = call.decoding | {"is_greedy": False}
+    decoding = call.decoding | {"greedy_steps": int(call.decoding["greedy_steps"] == 1)}
     return dataclasses.replace(call, decoding=decoding, shared=shared)
 
 

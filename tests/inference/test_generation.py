@@ -53,7 +53,9 @@ def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
         logits, cache = decode_step(weights, token, cache, **options)
 
 
-@pytest.mark.parametrize("sampling", [Sampling.greedy(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling.greedy(), pytest.param(SAMPLED, marks=slow)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("name", ["paper", pytest.param("released", marks=slow)])
 def test_batched_equals_single(weights, name, sampling):
     tokens, lengths = prompts(*LENGTHS)
@@ -93,11 +95,11 @@ def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights,
     prompt = (*map(jnp.asarray, prompts(*LENGTHS)), jax.random.key(0), None)
     state, _ = generation._start(weights, *prompt, capacity=CAPACITY, settings=settings)
 
-    @functools.partial(jax.jit, static_argnames=("ends", "is_greedy"))
-    def decode(limit, ends=(), is_greedy=False):
+    @functools.partial(jax.jit, static_argnames=("ends", "greedy_steps"))
+    def decode(limit, ends=(), greedy_steps=0):
         options = {"num_tokens": 9, "pad_token_id": 5, "settings": settings}
         sampling = Sampling.greedy(repetition_penalty=1.2)
-        options |= {"eos_token_ids": ends, "is_greedy": is_greedy}
+        options |= {"eos_token_ids": ends, "greedy_steps": greedy_steps}
         tokens, after = generation.decode_tokens(weights, state, sampling, limit, **options)
         # Logits and keys after an end are unspecified.
         logits = jnp.where(after.is_done[:, None], 0.0, after.logits)
@@ -105,10 +107,11 @@ def test_the_program_of_greedy_sequences_leaves_what_that_of_all_leaves(weights,
 
     # Each sequence ends at its fifth token or earlier; an end token follows an end.
     ends = (*decode(limit)[0][:, 4].tolist(), 5) if has_end else ()
-    wanted, found = (decode(limit, ends, is_greedy=one) for one in (False, True))
-    chex.assert_trees_all_equal(found, wanted)
-    assert bool(found[1].is_done.all()) == has_end
-    assert found[1].lengths.max() == (5 if has_end else limit)
+    wanted = decode(limit, ends)
+    assert bool(wanted[1].is_done.all()) == has_end
+    assert wanted[1].lengths.max() == (5 if has_end else limit)
+    for steps_at_once in (1, 4):
+        chex.assert_trees_all_equal(decode(limit, ends, steps_at_once), wanted)
 
 
 @slow
@@ -137,17 +140,17 @@ def test_a_step_behind_the_end_of_a_full_cache_stays_in_it(weights, monkeypatch)
     np.testing.assert_array_equal(after.key[:, 0], cache.key[:, 0])
 
 
-def test_greedy_sequences_have_a_program_of_their_own_where_there_are_kernels(weights, monkeypatch):
-    def is_greedy(sampling, params=weights):
+def test_greedy_sequences_have_a_program_of_their_own(weights, monkeypatch):
+    def found(sampling, params=weights):
         call = make_generate(MODEL, POLICIES["dense"], max_new_tokens=2).check(
             params, *prompts(40)[:1], sampling=sampling
         )
-        return call.decoding["is_greedy"]
+        return tuple(x.decoding["greedy_steps"] for x in (call, generation.for_stream(call)))
 
-    assert not is_greedy(None)
+    assert found(None) == (1, 1)
     monkeypatch.setattr(dispatch, "kernels_here", lambda: "ampere")
-    assert is_greedy(None) and is_greedy(Sampling.greedy())
-    assert not is_greedy(Sampling()) and not is_greedy(None, generation.NOT_LOADED)
+    assert found(None) == found(Sampling.greedy()) == (4, 0)
+    assert found(Sampling()) == found(None, generation.NOT_LOADED) == (0, 0)
 
 
 @slow
@@ -245,6 +248,7 @@ def test_density_counts_dense_layers_and_both_phases(weights):
     chex.assert_trees_all_equal(prefill.prefill, both.prefill)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
 def test_half_precision_stays_near_float32_and_finite(weights, dtype):
     prompt, _ = prompts(100)
