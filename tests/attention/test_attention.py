@@ -13,6 +13,7 @@ import reference
 from hypothesis import given, settings
 from masked_attention import Case, assert_close, assert_equal_masked, draw, run
 from tolerances import tolerance
+from variants import slow_unless
 
 from sketchwalk_jax import KernelConfig, block_sparse_attention, dense_attention
 from sketchwalk_jax.attention import xla
@@ -40,9 +41,10 @@ def last_token(case: Case) -> Case:
 
 CALLS = [dataclasses.replace(case, op=op) for case in SHAPES for op in masked_attention.OPERATIONS]
 CALLS += map(last_token, SHAPES)
+KEPT = [case for case in CALLS if case.lengths[0] in (200, 64, 193, 129)]
 
 
-@pytest.mark.parametrize("case", CALLS, ids=str)
+@pytest.mark.parametrize("case", slow_unless(KEPT.__contains__, CALLS), ids=str)
 def test_attention_equals_the_masked_reference(case):
     arrays, others, _ = draw(case)
     out, lse = run(case, arrays, others)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from pairwise import pairwise
 from tolerances import tolerance
 
 from sketchwalk_jax import BlockSelection, KernelConfig
@@ -56,9 +57,10 @@ def shares(query, key):
     return found
 
 
-@pytest.mark.parametrize("aggregate", ["sum", "max"])
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("tiles", "dtype", "aggregate"),
+    pairwise(tuple(TILES), (jnp.float32, jnp.bfloat16), ("sum", "max")),
+)
 def test_mass_equals_a_softmax_in_float64(tiles, dtype, aggregate):
     """For rows of blocks and for the last token, of each head and of all heads."""
     lengths = np.array([107, 64, 1], np.int32)

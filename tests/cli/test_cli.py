@@ -136,16 +136,24 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
         ([], {"policy": Dense(), "phase": "both", "every": 8}),  # short prompts gain nothing
         (["--policy", "sketchwalk"], {"policy": SketchWalkConfig.recommended()}),
         ([], {"max_new_tokens": 128, "eos_token_ids": None, "chunk_size": None}),
-        (["--policy", "dense"], {"policy": Dense()}),
-        (["--policy", "oracle"], {"policy": OracleConfig()}),
+        pytest.param(["--policy", "dense"], {"policy": Dense()}, marks=pytest.mark.slow),
+        pytest.param(["--policy", "oracle"], {"policy": OracleConfig()}, marks=pytest.mark.slow),
         (["--policy", "streaming", "--density", 0.5], {"policy": StreamingConfig(density=0.5)}),
-        (["--preset", "damped"], {"policy": SketchWalkConfig.damped()}),
-        (["--preset", "released"], {"policy": SketchWalkConfig.released()}),
+        pytest.param(
+            ["--preset", "damped"], {"policy": SketchWalkConfig.damped()}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["--preset", "released"],
+            {"policy": SketchWalkConfig.released()},
+            marks=pytest.mark.slow,
+        ),
         (
             ["--policy", "sketchwalk", "--density", 0.5],
             {"policy": SketchWalkConfig.recommended(density=0.5)},
         ),
-        (["--policy", "minference"], {"policy": MInferenceConfig()}),
+        pytest.param(
+            ["--policy", "minference"], {"policy": MInferenceConfig()}, marks=pytest.mark.slow
+        ),
         (
             ["--policy", "minference", "--set", "scale=0.5", "--set", "pattern=stream"],
             {"policy": MInferenceConfig(scale=0.5, pattern="stream")},
@@ -164,11 +172,11 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
         (["--repetition-penalty", 1.5], {"temperature": 0, "repetition_penalty": 1.5}),
         (["--temperature", 0.5], {"temperature": 0.5, "top_k": 0, "top_p": 1}),
         (["--top-k", 5], {"temperature": 1, "top_k": 5}),
-        (["--top-p", 0.5], {"temperature": 1, "top_p": 0.5}),
-        (["--min-p", 0.5], {"temperature": 1, "min_p": 0.5}),
+        pytest.param(["--top-p", 0.5], {"temperature": 1, "top_p": 0.5}, marks=pytest.mark.slow),
+        pytest.param(["--min-p", 0.5], {"temperature": 1, "min_p": 0.5}, marks=pytest.mark.slow),
         (["--top-k", 5, "--temperature", 0], {"temperature": 0, "top_k": 5}),
         (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
-        (["--dtype", "float16"], {"dtype": "float16"}),
+        pytest.param(["--dtype", "float16"], {"dtype": "float16"}, marks=pytest.mark.slow),
     ],
 )
 def test_options_reach_the_generation(arguments, expected, started):
@@ -227,6 +235,7 @@ def test_options_without_effect_warn(arguments, expected, warning, started, caps
     assert warning in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import matplotlib
 import numpy as np
 import pytest
+from variants import slow_unless
 
 matplotlib.use("Agg")
 from drawn import panels, shown
@@ -28,7 +29,7 @@ def _closed_figures() -> Iterator[None]:
     pyplot.close("all")
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["prefill", "decode", "both"]))
 def test_accuracy_stands_at_its_measured_density(phase):
     figure = plot_accuracy(ROWS, phase=phase)
     figure.canvas.draw()

@@ -61,9 +61,11 @@ def test_shared_fields_are_said_and_files_without_newer_fields_are_readable():
     [
         {"tasks": ("text_loss",)},
         {"tasks": ("multi_key",), "phases": ("decode",)},
-        {"tasks": ("multi_key",), "phases": ("both",)},
+        pytest.param({"tasks": ("multi_key",), "phases": ("both",)}, marks=pytest.mark.slow),
         {"policies": {DENSE: (1.0, 1.0, 0.0)}},
-        {"policies": {("sketchwalk", "released"): (0.6, 0.85, 0.02)}},
+        pytest.param(
+            {"policies": {("sketchwalk", "released"): (0.6, 0.85, 0.02)}}, marks=pytest.mark.slow
+        ),
         {"policies": {("streaming", None): (0.6, 0.85, 0.02)}, "densities": (1.0,)},
     ],
 )

@@ -166,7 +166,8 @@ def test_decode_phases_read_up_to_the_question_and_are_fed_the_rest(weights, ans
             np.testing.assert_allclose(found, expected[row, :count], **CLOSE)
 
 
-@pytest.mark.parametrize("task", slow_unless("text_loss".__eq__, TASKS))
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
 def test_full_density_equals_dense(weights, answers, task):
     wanted = {DENSE: ("both",), FULL: PHASES}
     some = samples(task)
@@ -200,6 +201,7 @@ def test_batch_equals_one_by_one(weights, answers, task):
                 np.testing.assert_allclose(both[0][..., 0], both[1][..., row], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["multi_key", *WITHIN])
 def test_attention_is_sparse_only_in_the_phase_named(weights, answers, task):
     wanted = {DENSE: ("both",), SPARSE: PHASES}

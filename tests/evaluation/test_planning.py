@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from variants import slow_unless
 
 import sketchwalk_jax as sw
 from sketchwalk_jax import SketchWalkConfig, generate
@@ -67,7 +66,8 @@ def test_a_plan_of_the_default_policy_knows_densities_below_its_minimum():
         assert len(densities) >= 3 and densities[0] < 0.5 < densities[-1]
 
 
-@pytest.mark.parametrize("density", slow_unless((0.1).__eq__, [0.1, 0.2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("density", [0.1, 0.2])
 def test_the_policy_with_the_plan_measures_the_density_over_all_layers(plan, density):
     policy = dataclasses.replace(SMALL, density=density, plan=plan)
     tokens = tiny.prompts(2048)[0]

@@ -96,6 +96,7 @@ def test_prefill_equals_numpy(weights):
         assert 0.1 < recall[index] < 0.95
 
 
+@pytest.mark.slow
 def test_decode_equals_numpy(weights):
     tokens, _ = prompts(LENGTH)
     start, told = 300, 40  # crosses a block boundary
@@ -149,6 +150,7 @@ def test_full_selection_holds_everything_and_partial_selection_does_not(weights)
         assert max(recall) < 0.999 and min(error) > 1e-3
 
 
+@pytest.mark.slow
 def test_sequences_of_a_batch_add_up(weights):
     tokens, lengths = prompts(LENGTH, 200)
     together, _ = _probe(weights, tokens, lengths, DAMPED)

@@ -176,6 +176,7 @@ def test_the_walk_differs_from_layers_that_select_alone():
         assert np.abs(walked - other).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths", slow_unless((17, TOKENS).__eq__, [(TOKENS, 90), (17, TOKENS)]), ids=str
 )

@@ -63,6 +63,7 @@ def _of_generation(compilations):
 # Sharing.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("recommended".__eq__, ANY))
 def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name):
     """Under the caller's `jit`, shapes are those of the prompts, and budgets are constants."""
@@ -109,6 +110,7 @@ def test_lengths_budgets_and_plans_compile_nothing(weights, compilations):
             assert number == 0 or not compilations, (policy, compilations)
 
 
+@pytest.mark.slow
 def test_a_session_compiles_two_programs_a_class(weights, compilations):
     _forget()
     compilations.clear()
@@ -288,7 +290,10 @@ def test_damaged_programs_are_compiled_and_written_again(weights, used, compilat
     assert not _of_generation(compilations)
 
 
-@pytest.mark.parametrize("change", ["version", "code", "flags", "settings", "precision", "weights"])
+CHANGES = ["version", "code", "flags", "settings", "precision", "weights"]
+
+
+@pytest.mark.parametrize("change", slow_unless(("code", "settings").__contains__, CHANGES))
 def test_a_program_made_for_something_else_is_not_loaded(weights, used, monkeypatch, change):
     paths, load = [], compiled._load
 

@@ -224,7 +224,7 @@ def rows(length, used=0):
     return -(-(used % SIZE + length) // SIZE)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 32])
+@pytest.mark.parametrize("chunk_size", [None, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("used", [pytest.param(0, marks=pytest.mark.slow), 20])
 def test_a_selection_has_the_rows_of_the_prompt_and_no_others(weights, used, chunk_size):
     tokens, lengths = prompts(40, 20)

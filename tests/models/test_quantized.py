@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from gguf_checkpoints import write_gguf
+from variants import slow_unless
 
 from sketchwalk_jax import Dense, forward, load, save
 from sketchwalk_jax.models import checkpoint, param_shapes, quantize_params
@@ -168,7 +169,7 @@ def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, 
     assert held == [1] * 7
 
 
-@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize("weights", slow_unless("int8".__eq__, KINDS))
 @pytest.mark.parametrize("kind", ["directory", "directory of experts", "file", "file of experts"])
 def test_a_checkpoint_is_quantised_while_it_is_read(kind, weights, tmp_path):
     model_type = "qwen3_moe" if "experts" in kind else "qwen2"

@@ -31,7 +31,7 @@ from sketchwalk_jax.precision import LARGEST_LOGIT
 pytestmark = pytest.mark.interpreted
 
 
-@pytest.fixture(scope="module", params=["hopper", "ampere"])
+@pytest.fixture(scope="module", params=["hopper", pytest.param("ampere", marks=pytest.mark.slow)])
 def gpu(request):
     """Selects Hopper's kernels, or those for other GPUs; as compiled, for an A100."""
     jax.clear_caches()  # programs keep the kernels that they were traced with

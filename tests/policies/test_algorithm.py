@@ -135,9 +135,9 @@ def test_prompts_are_what_the_specification_says(name):
     ("name", "change"),
     [
         ("recommended, small blocks", {"decay": 0.0}),
-        ("recommended, small blocks", {"exponent": 7}),
+        pytest.param("recommended, small blocks", {"exponent": 7}, marks=pytest.mark.slow),
         ("paper, small blocks", {"exponent": 6}),
-        ("paper, small blocks", {"local_blocks": 2}),
+        pytest.param("paper, small blocks", {"local_blocks": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

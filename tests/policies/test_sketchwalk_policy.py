@@ -52,7 +52,8 @@ def reference_rows(layers, config, *, is_decode=False):
     return rows
 
 
-@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, PRESETS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
 @settings(max_examples=5)
 @given(lengths=LENGTHS, chunk=st.sampled_from([16, 80, 160]))
 def test_whole_prompts_and_chunks_select_as_the_reference(name, lengths, chunk):
@@ -111,7 +112,7 @@ def by_reference(config, layers):
     return [[x.rows] for x in reference.run_layers(*vars(layers).values(), config)]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, PRESETS))
 def test_selection_equals_the_reference_in_any_order_of_heads(name):
     config = PRESETS[name]
     layers = cases.separated_layers(config, num_tokens=311, num_layers=5, heads=(6, 2))
