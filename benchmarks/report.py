@@ -366,6 +366,12 @@ def mean(field: str, text: str) -> Cell:
     return cell
 
 
+def right_and_read(rows: list[Row], other: Other) -> str:
+    """Formats the shares of right answers, and of dense attention's bytes that a token reads."""
+    share, read = right(rows, other), bytes_read(rows, other)
+    return NOTHING if NOTHING in (share, read) else f"{share}, {read.partition('(')[2][:-1]}"
+
+
 def bytes_read(rows: list[Row], other: Other) -> str:
     """Formats the MiB that a decoded token reads in all layers, and their ratio to dense."""
     fields = [f"decode_bytes_{name}" for name in ("keys", "values", "metadata")]

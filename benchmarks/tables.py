@@ -1,7 +1,7 @@
 """Defines the tables of the pages: their results, rows and columns."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from report import (
     ratio,
     read,
     right,
+    right_and_read,
     right_interval,
     select,
     timed,
@@ -553,9 +554,9 @@ TIMES: dict[str, Table] = {
 # Answers and texts.
 
 REAL = "python benchmarks/real_models.py --model FILE.gguf"
-EVAL = "sketchwalk eval --out benchmarks/results/quality.json"
+EVAL = "sketchwalk eval --tokens 16384 --density 0.2 --out benchmarks/results/quality.json"
 ANSWERS: dict[str, Any] = {"file": "answers.json", "command": REAL}
-MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
+MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b")
 REPORTED: Row = {"stage": "report", "model": OneOf(*MODELS)}
 TASKS = {
     "Single needle": "single_needle",
@@ -579,27 +580,11 @@ def answers(density: float) -> Table:
     )
 
 
-def methods(
-    phase: str,
-    first: str,
-    column: tuple[Row, Cell],
-    names: Sequence[str],
-    adapt: Callable[[Row], Iterator[Row]] = lambda row: iter((row,)),
-    **where: Any,
-) -> Table:
-    """Makes the table of methods' right answers in one phase, with another first column."""
+def methods(phase: str, *names: str, **options: Any) -> Table:
+    """Makes a table of methods in one phase, after 8,192 tokens."""
     own: Row = {"phase": phase, "tokens": 8192, "method": OneOf(*names)}
-    return Table(
-        **ANSWERS,
-        where=REPORTED | own | where,
-        adapt=adapt,
-        lines=("model", "method"),
-        columns={
-            first: column,
-            "Question at the end": ({"task": OneOf(*AT_THE_END)}, right),
-            "Mid-prompt": ({"task": "mid_prompt"}, right),
-        },
-    )
+    where = REPORTED | own | options.pop("where", {})
+    return Table(**ANSWERS, where=where, lines=("model", "method"), **options)
 
 
 def asked(row: Row) -> Iterator[Row]:
@@ -681,21 +666,27 @@ RESULTS: dict[str, Table] = {
         where=REPORTED | {"method": "recommended", "density": 0.1, "phase": "both"},
         lines=("model", "tokens"),
         columns={title: ({"task": task}, right) for title, task in TASKS.items()},
-        has_gaps=True,
     ),
     "methods-prefill": methods(
-        "prefill",
-        "Density",
-        ({"task": "single_needle"}, mean("measured_density_all_layers", "{:.2f}")),
-        ("recommended", "minference", "flexprefill"),
-        density=0.2,
+        *("prefill", "recommended", "minference", "flexprefill"),
+        where={"density": 0.2},
+        columns={
+            "Density": (
+                {"task": OneOf(*TASKS.values())},
+                mean("measured_density_all_layers", "{:.2f}"),
+            ),
+            "Question at the end": ({"task": OneOf(*AT_THE_END)}, right),
+            "Mid-prompt": ({"task": "mid_prompt"}, right),
+        },
     ),
     "methods-decode": methods(
-        "decode",
-        "MiB read per token, of dense",
-        ({"task": "single_needle"}, bytes_read),
-        ("recommended, 0.2", "quest, 0.1", "quest, 0.2", "adamas, 0.1", "adamas, 0.2"),
+        *("decode", "recommended, 0.2", "quest, 0.05", "quest, 0.1", "quest, 0.2"),
+        *("adamas, 0.1", "adamas, 0.2"),
         adapt=asked,
+        columns={
+            "Question at the end: kept, read": ({"task": OneOf(*AT_THE_END)}, right_and_read),
+            "Mid-prompt: kept, read": ({"task": "mid_prompt"}, right_and_read),
+        },
     ),
     "text-loss": Table(
         **ANSWERS,
@@ -717,11 +708,12 @@ RESULTS: dict[str, Table] = {
         },
     ),
     "weights-loss": Table(
-        **ANSWERS | {"file": "answers_weights.json"},
+        file="answers_weights.json",
+        command=f"{REAL} --weights int8 --density 0.2 --phase both --out answers_weights.json",
         where={
             "stage": "report",
             "tokens": 4096,
-            "model": OneOf(*MODELS[:2]),
+            "model": OneOf(*MODELS),
             "weights": OneOf(*WEIGHTS[1:]),
         },
         adapt=weighted,

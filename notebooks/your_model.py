@@ -76,8 +76,8 @@ print(lm.generate("The house stood at the end of", max_new_tokens=16))
 
 # %% [markdown]
 # `Sampling` draws tokens at random, differently at each call; pass a `key` to repeat a draw.
-# Changing the temperature or another sampling value does not recompile, because the program takes
-# these values as inputs.
+# The first draw compiles a program. Another temperature or sampling value does not, because the
+# program takes these values as inputs.
 
 # %%
 warm = sw.Sampling(temperature=0.8, top_p=0.95)

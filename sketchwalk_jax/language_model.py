@@ -188,7 +188,9 @@ class LanguageModel:
             made.warm_up(warm_up)
         return made
 
-    def warm_up(self, num_tokens: int, *, max_new_tokens: int = 128) -> None:
+    def warm_up(
+        self, num_tokens: int, *, max_new_tokens: int = 128, sampling: Sampling | None = None
+    ) -> None:
         """Begins to load or compile the programs for one prompt, in other threads.
 
         The first call then waits only for what is left, and so does the end of the process. This
@@ -197,6 +199,7 @@ class LanguageModel:
         Args:
           num_tokens: Number of tokens of the prompt. Prompts of the same class share programs.
           max_new_tokens: Maximum number of tokens to generate.
+          sampling: Sampling settings of the call. Default: greedy, which has its own program.
 
         Raises:
           ValueError: If prompt and new tokens do not fit into the model's context.
@@ -207,7 +210,8 @@ class LanguageModel:
         """
         keep_by_default()
         check_integer("num_tokens", num_tokens)
-        call = self._made(max_new_tokens).check(self.params, np.zeros((1, num_tokens), np.int32))
+        prompt = np.zeros((1, num_tokens), np.int32)
+        call = self._made(max_new_tokens).check(self.params, prompt, sampling=sampling)
 
         def work() -> None:
             with contextlib.suppress(Exception):  # the first call raises what fails here

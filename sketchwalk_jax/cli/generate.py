@@ -134,7 +134,8 @@ class Generate(options.GenerationCommand):
             texts = TextsFile(self.out, entries, settings, overwrite=self.overwrite)
 
         started = time.perf_counter()
-        running |= {"policy": config, "warm_up": (len(tokens), room) if self.out is None else None}
+        first = len(tokens), {"max_new_tokens": room, "sampling": sampling}
+        running |= {"policy": config, "warm_up": first if self.out is None else None}
         lm = self.load(prepared, tokenizer, sharding=placement, **running)
         load_s = time.perf_counter() - started
         lm = options.set_density(lm, self.density, num_tokens=len(tokens))

@@ -183,12 +183,13 @@ class Command(abc.ABC):
         tokenizer: Any,
         *,
         sharding: Placement | None,
-        warm_up: tuple[int, int] | None = None,
+        warm_up: tuple[int, dict[str, Any]] | None = None,
         **running: Any,
     ) -> LanguageModel:
         """Loads the model with a tokenizer and more fields of `LanguageModel`.
 
-        `warm_up` are the tokens of a prompt and its new tokens, to compile for meanwhile.
+        `warm_up` are the tokens of a prompt and the options of `LanguageModel.warm_up`, to compile
+        for meanwhile.
         """
         known: dict[str, Any] = {"policy": prepared.policy} | running
 
@@ -197,8 +198,8 @@ class Command(abc.ABC):
 
         def begin(shapes: Any, config: ModelConfig) -> None:
             if warm_up is not None and sharding is None:
-                num_tokens, max_new_tokens = warm_up
-                make(shapes, config).warm_up(num_tokens, max_new_tokens=max_new_tokens)
+                num_tokens, call = warm_up
+                make(shapes, config).warm_up(num_tokens, **call)
 
         return make(
             *load_model(

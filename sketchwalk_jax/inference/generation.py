@@ -1,8 +1,8 @@
 """Text generation: `generate` for one call, `make_generate` for many, `stream` for pieces.
 
 A call to `generate` runs two compiled programs. The first reads the prompts (prefill) and returns a
-`DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs. On GPUs
-with kernels, `generate` decodes greedy tokens with another program, which only it uses.
+`DecodeState`. The second decodes in a `while_loop`. `stream` runs the same two programs. Greedy
+decoding has a program of its own; on GPUs with kernels `stream` does not use it.
 
 Few programs serve all calls. A prompt's program is for a class of lengths (`length_class`), and
 computes little more than a shorter prompt needs. Budgets, such as those that a density sets, and
@@ -84,8 +84,8 @@ from sketchwalk_jax.validation import check_integer, is_known
 
 PyTree = Any
 
-# Greedy decoding on a GPU asks the host whether to go on only every 4 steps. With more steps, more
-# are wasted after the last sequence has ended. On a CPU, asking takes no time, and a step does.
+# With kernels, greedy decoding asks the host whether to go on only every 4 steps. With more steps,
+# more are wasted after the last sequence has ended. Elsewhere a wasted step costs more than asking.
 _STEPS_ON_GPUS = 4
 
 
@@ -229,10 +229,10 @@ def decode_tokens(
 
     The returned cache holds every returned token, including the last one.
 
-    `greedy_steps` is 0, or makes the program for greedy sequences only. That compiles two to three
-    times as fast, and asks whether to go on after so many tokens: whenever a program branches, a
-    GPU is idle until the host has read the condition and launched new work. The steps after the
-    last token change nothing.
+    `greedy_steps` is 0, or makes the program for greedy sequences only. That has less to compile,
+    and asks whether to go on after so many tokens: whenever a program branches, a GPU is idle until
+    the host has read the condition and launched new work. The steps after the last token change
+    nothing.
 
     `state` is the state after the prompt, or after another call. The result has `num_tokens`
     columns. `numbers` are as in `start_decoding`.
@@ -714,9 +714,9 @@ def generate(
     other prompts of the same class of lengths run the same programs, and so do other densities,
     budgets and plans. With GPU kernels, classes end at 4,096, 16,384, 65,536, … tokens, otherwise
     at 256, 512, 1,024, … tokens. Another `max_new_tokens` does so if
-    `new_token_room(max_new_tokens)` stays the same. `stream` shares both programs, except that
-    greedy decoding on GPUs with kernels has its own program here. The function is pure; inside your
-    own `jit` it becomes part of that program.
+    `new_token_room(max_new_tokens)` stays the same. Greedy decoding has a program of its own.
+    `stream` shares all programs, except that on GPUs with kernels it does not use that for greedy
+    decoding. The function is pure; inside your own `jit` it becomes part of that program.
 
     The results for a sequence do not depend on the other sequences in the batch. Programs are kept
     on disk (see `keep_compiled_programs`), so the first call of the next session neither traces nor
@@ -733,8 +733,8 @@ def generate(
         sequences and the contents of the cache.
       max_new_tokens: Maximum number of tokens to generate for a sequence.
       lengths: Number of prompt tokens of each sequence. Default: all `T`.
-      sampling: Sampling settings. Default: greedy. New values do not recompile, except that on GPUs
-        with kernels greedy decoding has its own program.
+      sampling: Sampling settings. Default: greedy. New values do not recompile, except that greedy
+        decoding has its own program.
       key: Random key, either one or one per sequence. Default: `jax.random.key(0)`.
       eos_token_ids: Tokens that end a sequence. Default: the model's end tokens.
       pad_token_id: Token that fills `tokens` after the end of a sequence.

@@ -1,7 +1,8 @@
 """Next-token choice: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-The settings are arrays, so new values do not recompile. Each setting is one number for the batch or
-one for each sequence. Their order and meaning follow `generate` of transformers.
+The settings are arrays, so new values do not recompile; only greedy decoding has a program of its
+own. Each setting is one number for the batch or one for each sequence. Their order and meaning
+follow `generate` of transformers.
 """
 
 import dataclasses

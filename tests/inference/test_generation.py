@@ -249,7 +249,7 @@ def test_density_counts_dense_layers_and_both_phases(weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_stays_near_float32_and_finite(weights, dtype):
     prompt, _ = prompts(100)
     half = jax.tree.map(lambda x: x.astype(dtype), weights)

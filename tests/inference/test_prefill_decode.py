@@ -140,7 +140,6 @@ def test_prefill_whole_and_in_chunks_and_decode_equal_the_reference(name, chunk_
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", slow_unless("decode".__eq__, ["prefill", "decode"]))
 def test_the_other_phase_is_dense(phase):
     config, length, num_new = PRESETS["paper"], 65, 3
@@ -200,7 +199,6 @@ def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
         np.testing.assert_array_equal(other[row, :end], plain[row, :end])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("recommended".__eq__, ["paper", "recommended"]))
 @pytest.mark.parametrize("dense_layers", [1, pytest.param((0, 2), marks=pytest.mark.slow)])
 def test_full_density_equals_dense_in_both_phases(name, dense_layers):

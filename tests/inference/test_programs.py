@@ -63,7 +63,6 @@ def _of_generation(compilations):
 # Sharing.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("recommended".__eq__, ANY))
 def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name):
     """Under the caller's `jit`, shapes are those of the prompts, and budgets are constants."""

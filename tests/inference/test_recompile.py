@@ -49,7 +49,7 @@ def at_most(monkeypatch):
     return limit
 
 
-def test_prompts_of_one_bucket_and_all_sampling_settings_share_their_programs(at_most, weights):
+def test_prompts_of_one_bucket_and_all_draws_share_their_programs(at_most, weights):
     at_most(1, 2)  # greedy sequences decode with a program of their own
     run = generation.make_generate(MODEL, POLICIES["paper"], max_new_tokens=2)
     settings = [

@@ -225,6 +225,7 @@ CHECKS = [
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
     call("check_types_inside_shard_map"),
+    call("check_types_on_explicit_axes"),
     call("check_types_of_policies", ["paper"]),
     call("check_refused_evaluation"),
 ]
@@ -245,11 +246,12 @@ LONG_CHECKS = [
     call("check_products", {"tensor": 8}),
     call("check_mixture", {"tensor": 8}),
     call("check_inside_shard_map", "recommended", has_models=True),
-    call("check_types_on_explicit_axes"),
+    call("check_types_of_policies", []),
+    call("check_explicit_axes", None),
     call("check_explicit_axes", "recommended"),
     evaluation("recommended", axes=ALL, parts=("answers",), phases=("both",)),
     evaluation("damped", "recommended", axes={"sequence": 4}),
-    call("check_calibration", {"sequence": 2, "tensor": 2}, has_threshold=False),
+    call("check_calibration", TWO, has_threshold=True),
 ]
 # The same on other meshes.
 WEEKLY_CHECKS = [
@@ -264,12 +266,10 @@ WEEKLY_CHECKS = [
     call("check_bytes", ["dense", "paper"], {"sequence": 4}),
     call("check_mixture", {"data": 4, "sequence": 2}),
     call("check_inside_shard_map", "quest", has_models=False),
-    call("check_types_of_policies", []),
-    call("check_explicit_axes", None),
     evaluation("recommended", "quest", axes=ALL),
     evaluation("damped", "oracle", "adamas", axes={"tensor": 8}),
     evaluation("recommended", "quest", axes={"sequence": 4}, parts=("long",)),
-    call("check_calibration", TWO, has_threshold=True),
+    call("check_calibration", {"sequence": 2, "tensor": 2}, has_threshold=False),
 ]
 
 

@@ -28,9 +28,7 @@ def _programs_import_the_package(monkeypatch, program_environment):
 
 
 @pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "kind", slow_unless(("config", "safetensors", "gguf").__contains__, hostile.KINDS)
-)
+@pytest.mark.parametrize("kind", slow_unless(KEPT.__contains__, hostile.KINDS))
 def test_broken_input_is_read_or_refused(kind, share):
     """Tries 2,000 cases of all kinds: no other error, no crash, no hang, no half-written file."""
     count = int(share * hostile.KINDS[kind])

@@ -1,6 +1,7 @@
 """Text in, text out: one prompt, many, pieces, draws, and conversations of several turns."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 
 import checkpoints
@@ -51,6 +52,22 @@ def test_texts_of_a_list_are_those_of_its_prompts_in_order_and_share_programs(lm
     assert more[:5] == alone and len(more) == 7
     assert generation._start._cache_size() == before + 1  # three, one of them repeated
     assert lm.generate([]) == []
+
+
+@pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
+def test_warming_up_begins_the_programs_of_the_call(lm, sampling, monkeypatch):
+    begun = []
+
+    class Now(threading.Thread):
+        start = threading.Thread.run
+
+    def begin(call, params, *, is_ahead):
+        begun.append((call.decoding["greedy_steps"], len(call.prompt[0]), call.max_new_tokens))
+
+    monkeypatch.setattr(threading, "Thread", Now)
+    monkeypatch.setattr(generation.Call, "begin", begin)
+    lm.warm_up(40, max_new_tokens=NEW, sampling=sampling)
+    assert set(begun) == {(int(sampling is None), 1, NEW)}
 
 
 def test_a_gguf_file_is_a_model_and_its_tokenizer(tmp_path):
