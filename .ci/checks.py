@@ -94,6 +94,8 @@ def _read(path: Path) -> Source:
     parts: dict[str, list[ast.stmt]] = {_TOP: []}
     imports: dict[str, str] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # the module's docstring
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports |= _bound(node)
             continue
