@@ -366,24 +366,26 @@ def mean(field: str, text: str) -> Cell:
     return cell
 
 
-def right_and_read(rows: list[Row], other: Other) -> str:
-    """Formats the shares of right answers, and of dense attention's bytes that a token reads."""
-    share, read = right(rows, other), bytes_read(rows, other)
-    return NOTHING if NOTHING in (share, read) else f"{share}, {read.partition('(')[2][:-1]}"
-
-
 def bytes_read(rows: list[Row], other: Other) -> str:
     """Formats the MiB that a decoded token reads in all layers, and their ratio to dense."""
-    fields = [f"decode_bytes_{name}" for name in ("keys", "values", "metadata")]
-
-    def whole(found: Iterable[Row]) -> float:
-        own = [row for row in counted(found) if row.get(fields[0]) is not None]
-        counts = [row["prompts"] for row in own]
-        read = [sum(row[one] for one in fields) for row in own]
-        return float(np.average(read, weights=counts)) if own else 0.0
-
-    own, dense = whole(rows), whole(other(method="dense"))
+    own, dense = _bytes(rows), _bytes(other(method="dense"))
     return f"{own / 2**20:.1f} ({own / dense:.2f})" if own and dense else NOTHING
+
+
+def right_and_read(rows: list[Row], other: Other) -> str:
+    """Formats the shares of right answers, and of dense attention's bytes that a token reads."""
+    own, dense = _bytes(rows), _bytes(other(method="dense"))
+    share = right(rows, other)
+    return f"{share}, {own / dense:.2f}" if own and dense and share != NOTHING else NOTHING
+
+
+def _bytes(rows: Iterable[Row]) -> float:
+    """Averages the bytes that a decoded token reads in all layers; 0 if they were not counted."""
+    fields = [f"decode_bytes_{name}" for name in ("keys", "values", "metadata")]
+    own = [row for row in counted(rows) if row.get(fields[0]) is not None]
+    counts = [row["prompts"] for row in own]
+    read = [sum(row[one] for one in fields) for row in own]
+    return float(np.average(read, weights=counts)) if own else 0.0
 
 
 # Pages.

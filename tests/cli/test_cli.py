@@ -235,7 +235,6 @@ def test_options_without_effect_warn(arguments, expected, warning, started, caps
     assert warning in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -221,7 +221,6 @@ def test_each_phase_is_looked_up_at_its_own_density():
     assert "density of 0.4 or more" in find("prefill", MODEL, tokens=16384)
 
 
-@pytest.mark.slow
 def test_a_phase_that_keeps_all_keys_from_some_position_on_is_dense():
     losses = tuple(
         Loss("decode", tokens, 0.2, kept=0.2, kl=kl, most=kl, same=1.0)

@@ -109,7 +109,6 @@ def test_lengths_budgets_and_plans_compile_nothing(weights, compilations):
             assert number == 0 or not compilations, (policy, compilations)
 
 
-@pytest.mark.slow
 def test_a_session_compiles_two_programs_a_class(weights, compilations):
     _forget()
     compilations.clear()

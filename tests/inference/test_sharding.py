@@ -253,7 +253,7 @@ LONG_CHECKS = [
     evaluation("damped", "recommended", axes={"sequence": 4}),
     call("check_calibration", TWO, has_threshold=True),
 ]
-# The same on other meshes.
+# Further meshes, and a model inside `shard_map`.
 WEEKLY_CHECKS = [
     call("check_lists", ["paper"], ALL),
     call("check_lists", ["adamas", "quest_for_all"], ALL),
