@@ -22,8 +22,7 @@
   it computes a row's own block whole. Written to `torch_attention.json`.
 * `selection`: update of statistics, selection and attention for each policy, in a prompt and for a
   token; the peer is dense attention. Thresholds are set to reach the requested density. Written to
-  `selection.json`. `share`: only the paper's rule and the recommended policy, at more lengths.
-  Written to `selection_share.json`.
+  `selection.json`.
 
 Calls for a prompt are queued one after another, and rotate over several inputs. Decoding and
 selection run in jitted loops whose steps depend on each other, as layers do, because single calls
@@ -89,7 +88,6 @@ FILES = {
     "other_gpus": "warp_prefill.json",
     "torch": "torch_attention.json",
     "selection": "selection.json",
-    "share": "selection_share.json",
 }
 # Fields that identify a row of a file.
 SHAPE = ("op", "batch", "tokens", "num_heads", "num_kv_heads", "head_dim", "density", "block_size")
@@ -98,10 +96,8 @@ NAMES = {
     "experts.json": ("rows", "routing", "dtype", "form"),
     "warp_prefill.json": ("op", "batch", "tokens", "heads", "head_dim", "density"),
     "torch_attention.json": ("tokens", "heads", "head_dim", "density", "block_size"),
-} | dict.fromkeys(
-    ("selection.json", "selection_share.json"),
-    ("phase", "tokens", "policy", "preset", "fields", "density"),
-)
+    "selection.json": ("phase", "tokens", "policy", "preset", "fields", "density"),
+}
 CACHE_BYTES = 2**29  # inputs rotate over at least ten times the GPU's L2 cache of 50 MB
 CHECKED_TOKENS = 256
 CHECKED_GRADIENTS = 16384  # most tokens whose gradients are also computed in float32
@@ -249,11 +245,7 @@ def cases() -> Iterator[Case]:
             for density, block_size in itertools.product((0.1, 0.2), (64, 128)):
                 yield Case(op="torch", tokens=tokens, density=density, block_size=block_size)
     for tokens in (2**14, 2**16):
-        yield from selecting("selection", tokens, 0.1, [DENSE, *every_rule(0.1)])
-    for tokens in (2**14, 2**15, 2**16, 2**17):
-        for density in (0.1, 0.2):
-            rules = [Rule("sketchwalk", preset, density) for preset in ("paper", "recommended")]
-            yield from selecting("share", tokens, density, rules)
+        yield from selecting(tokens, 0.1, [DENSE, *every_rule(0.1)])
 
 
 def quick_cases() -> Iterator[Case]:
@@ -265,15 +257,13 @@ def quick_cases() -> Iterator[Case]:
     yield Case(op="experts", rows=2, is_quick=True)
     yield Case(op="experts", rows=160, routing="skewed", is_quick=True)
     rules = [DENSE, *every_rule(0.2, is_quick=True)]
-    yield from selecting("selection", 1024, rules=rules, **size)
+    yield from selecting(1024, rules=rules, **size)
 
 
-def selecting(
-    op: str, tokens: int, density: float, rules: Sequence[Rule], **size: Any
-) -> Iterator[Case]:
+def selecting(tokens: int, density: float, rules: Sequence[Rule], **size: Any) -> Iterator[Case]:
     """Lists rules in the phases in which they update statistics or select; dense in both."""
     for rule in rules:
-        case = Case(op=op, tokens=tokens, density=density, rule=rule, **size)
+        case = Case(op="selection", tokens=tokens, density=density, rule=rule, **size)
         policy = rule.make()
         if rule == DENSE or "prefill" in policy.phases or updates_statistics(policy, case):
             yield dataclasses.replace(case, phase="prefill")
@@ -1320,7 +1310,6 @@ OPERATIONS: dict[str, Callable[[Case], Measure]] = {
     "other_gpus": prefill,
     "torch": prefill,
     "selection": selection,
-    "share": selection,
 }
 
 

@@ -162,12 +162,6 @@ def compiled(row: Row) -> Iterator[Row]:
         yield from (new | {"part": part} for new in shaped(row))
 
 
-def of_attention(rows: list[Row], _: Other) -> str:
-    """Formats the time of selection, and its share of the layer's selection and attention."""
-    selection, attention = rows[0]["selection_ms"], rows[0]["attention_ms"]
-    return f"{1e3 * selection:,.0f} µs, {selection / (selection + attention):.0%}"
-
-
 def of_dense(rows: list[Row], other: Other) -> str:
     """Formats the speed-up of selection and attention over dense attention."""
     if rows[0]["selection_ms"] is None:
@@ -406,6 +400,7 @@ TIMES: dict[str, Table] = {
         where={"tokens": 2**17, "batch": 1, "weights": OneOf(*WEIGHTS)},
         lines=("weights",),
         columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
+        has_gaps=True,
     ),
     "scale": SCALE,
     "scale-sent": dataclasses.replace(
@@ -502,21 +497,10 @@ TIMES: dict[str, Table] = {
         },
         note="One layer, forward and backward.",
     ),
-    "selection-share": Table(
-        file="selection_share.json",
-        command="python benchmarks/kernels.py --op share",
-        where={"error": None},
-        lines=("phase", "tokens", "density"),
-        columns={
-            "`recommended`": ({"method": "recommended"}, of_attention),
-            "`paper`": ({"method": "paper"}, of_attention),
-        },
-        note="Time of selection, and its share of the layer's selection and attention.",
-    ),
     "selection": Table(
         file="selection.json",
         command="python benchmarks/kernels.py --op selection",
-        where={"tokens": 2**16, "method": OneOf(*METHODS), "error": None},
+        where={"tokens": 2**16, "method": OneOf("recommended", *METHODS), "error": None},
         lines=("phase", "method"),
         columns=SELECTION,
     ),
@@ -564,6 +548,14 @@ TASKS = {
     "Mid-prompt": "mid_prompt",
 }
 AT_THE_END = ("single_needle", "multi_key")
+DECODED = (
+    "recommended, 0.2",
+    "quest, 0.05",
+    "quest, 0.1",
+    "quest, 0.2",
+    "adamas, 0.1",
+    "adamas, 0.2",
+)
 IN_PHASE = {"Prefill": "prefill", "Decode": "decode", "Prefill and decode": "both"}
 QUALITY: dict[str, Any] = {"file": "quality.json", "command": EVAL}
 BUNDLED: Row = {"tokens": 2**14, "density": 0.2}
@@ -577,14 +569,8 @@ def answers(density: float) -> Table:
         where=REPORTED | {"method": "recommended", "density": density},
         lines=("model", "tokens"),
         columns={title: ({"phase": phase}, right) for title, phase in IN_PHASE.items()},
+        has_gaps=True,
     )
-
-
-def methods(phase: str, *names: str, **options: Any) -> Table:
-    """Makes a table of methods in one phase, after 8,192 tokens."""
-    own: Row = {"phase": phase, "tokens": 8192, "method": OneOf(*names)}
-    where = REPORTED | own | options.pop("where", {})
-    return Table(**ANSWERS, where=where, lines=("model", "method"), **options)
 
 
 def asked(row: Row) -> Iterator[Row]:
@@ -667,22 +653,26 @@ RESULTS: dict[str, Table] = {
         lines=("model", "tokens"),
         columns={title: ({"task": task}, right) for title, task in TASKS.items()},
     ),
-    "methods-prefill": methods(
-        *("prefill", "recommended", "minference", "flexprefill"),
-        where={"density": 0.2},
+    "methods-prefill": Table(
+        **ANSWERS,
+        where=REPORTED | {"model": MODELS[1], "phase": "prefill", "tokens": 2**14},
+        adapt=asked,
+        lines=("method",),
         columns={
             "Density": (
                 {"task": OneOf(*TASKS.values())},
                 mean("measured_density_all_layers", "{:.2f}"),
             ),
-            "Question at the end": ({"task": OneOf(*AT_THE_END)}, right),
+            "One of many keys": ({"task": "multi_key"}, right),
             "Mid-prompt": ({"task": "mid_prompt"}, right),
+            "Text loss beyond dense": ({"task": "text_loss"}, loss_beyond(method="dense")),
         },
     ),
-    "methods-decode": methods(
-        *("decode", "recommended, 0.2", "quest, 0.05", "quest, 0.1", "quest, 0.2"),
-        *("adamas, 0.1", "adamas, 0.2"),
+    "methods-decode": Table(
+        **ANSWERS,
+        where=REPORTED | {"phase": "decode", "tokens": 8192, "method": OneOf(*DECODED)},
         adapt=asked,
+        lines=("model", "method"),
         columns={
             "Question at the end: kept, read": ({"task": OneOf(*AT_THE_END)}, right_and_read),
             "Mid-prompt: kept, read": ({"task": "mid_prompt"}, right_and_read),

@@ -28,8 +28,6 @@ from sketchwalk_jax.validation import check_choice, describe
 
 _BOTH = "both"
 _TABLE = Path(__file__).with_name("break_even.json")
-# Largest ratio, either way, between a model's width and a measured width that applies to it.
-_MOST_TIMES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,9 +110,8 @@ class Auto:
     A break-even applies to a call if it has the same device, policy and block size. Its density is
     the smallest measured one that is not below the call's; or, if there is none, the largest one,
     if that does not pay. Its batch is the largest measured one that is not above the call's. Its
-    width is the nearest one within a factor of four; an expected break-even may have any width. If
-    no break-even applies, or the model is on several devices, the sparse policy runs as requested,
-    and `Choice.reasons` says "no measurement".
+    width is the nearest one. If no break-even applies, or the model is on several devices, the
+    sparse policy runs as requested, and `Choice.reasons` says "no measurement".
 
     `prefill`, `decode_step` and `init_cache` need a policy, because they see only a part of a
     generation. Call `choose` to get a policy and a phase for them.
@@ -188,11 +185,9 @@ class Auto:
         def times(one: BreakEven) -> float:
             return max(one.width / width, width / one.width)
 
-        found = [one for one in found if times(one) <= _MOST_TIMES or one.is_expected]
         found = [one for one in found if one.batch <= batch]
         if not found:
-            size = f"batch {batch} with attention {width} wide"
-            return f"no measurement of {size} on {device}"
+            return f"no measurement of batch {batch} on {device}"
         enough = [one for one in found if one.density >= density]
         if enough:
             return min(enough, key=lambda one: (one.density, times(one), -one.batch))
@@ -309,6 +304,7 @@ def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
     if isinstance(found, str):
         return found
     where = f"{found.device}, {found.policy}, density {found.density:g}, batch {found.batch}"
+    where += f", attention {found.width} wide"
     if found.is_expected:
         where = f"expected, not measured: {where}"
     if pays is None:

@@ -110,6 +110,10 @@ def test_the_nearest_measurement_counts():
     assert found(density=0.45) == 40
     wider = dataclasses.replace(MODEL, num_heads=8)
     assert Auto(PAPER, table).find("prefill", wider).tokens == 60
+    narrow = dataclasses.replace(MODEL, num_heads=2, num_kv_heads=1)
+    wide = (dataclasses.replace(PREFILL, width=4096), dataclasses.replace(PREFILL, width=8192))
+    assert Auto(PAPER, wide).find("prefill", narrow) is wide[0]
+    assert "attention 4096 wide" in Auto(PAPER, wide).choose(narrow, batch=1, tokens=9).reasons[0]
     assert Auto(PAPER, table).find("prefill", MODEL, device="gpu").tokens == 80
 
 
@@ -121,8 +125,7 @@ def test_the_nearest_measurement_counts():
         (TABLE, {"policy": StreamingConfig(block_size=16)}, "no measurement of StreamingConfig"),
         (TABLE, {"policy": dataclasses.replace(PAPER, block_size=32)}, "with blocks of 32"),
         (TABLE, {"policy": dataclasses.replace(PAPER, density=0.9)}, "a density of 0.9 or more"),
-        ((dataclasses.replace(PREFILL, width=512),), {}, "attention 64 wide"),
-        ((dataclasses.replace(PREFILL, batch=2),), {}, "attention 64 wide"),
+        ((dataclasses.replace(PREFILL, batch=2),), {}, "no measurement of batch 1 on cpu"),
         (TABLE, {"is_spread": True}, "no measurement on several devices"),
         (NEVER, {}, "no measurement beyond 400 tokens"),
     ],
