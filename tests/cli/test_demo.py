@@ -192,6 +192,7 @@ def test_other_phase_stays_dense(phase, dense_part, demo):
     assert ("no picture: nothing was selected" in err) == (phase == "decode")
 
 
+@pytest.mark.slow
 def test_files_get_plain_lines(demo, tokenizer):
     out, err = demo(*BESIDE)
     assert err == "" and not re.search(r"[\x1b\r]", out)

@@ -55,6 +55,7 @@ def run(model: Path, tmp_path: Path, sketchwalk):
     return run
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_prompts_in_their_order(run, model, tmp_path):
     err = run([*PROMPTS, MESSAGES], "--batch", 4)
     assert err.splitlines()[-1] == f"{tmp_path / 'texts.jsonl'}: 6 texts"

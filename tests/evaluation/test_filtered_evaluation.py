@@ -157,6 +157,7 @@ def test_too_few_answers_count_in_no_mean(model, monkeypatch, tmp_path):
     assert evaluate(model, tmp_path / "real.json", config)[0] and len(seen) == seen_before
 
 
+@pytest.mark.slow
 def test_a_call_stops_in_time_and_the_next_goes_on(model, answering, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])

@@ -301,6 +301,7 @@ def test_batches_are_filled_up_and_unknown_options_are_named(without_harness):
         read(known | {"num_beams": 4})
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_logits(without_harness, checkpoint):
     params, model_config = load(checkpoint)
     policy = by_name("sketchwalk", **BLOCKS, min_tokens=4 * SIZE)

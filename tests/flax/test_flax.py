@@ -89,6 +89,7 @@ def test_generate_through_the_module_equals_generate(call):
     chex.assert_trees_all_equal(actual, expected)
 
 
+@pytest.mark.slow
 @both
 def test_prefill_and_decode_step_through_the_module(call):
     params = tiny.params()

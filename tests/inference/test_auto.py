@@ -239,6 +239,7 @@ def test_a_phase_that_keeps_all_keys_from_some_position_on_is_dense():
     assert what(Auto(every, ()).choose(MODEL, batch=1, tokens=10_000)) == ("dense", "both")
 
 
+@pytest.mark.slow
 def test_room_for_later_turns_counts_like_tokens():
     """Later turns continue with the policy of the first one."""
     weights, (prompt, _) = params(), prompts(40)
@@ -296,9 +297,8 @@ def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase)
     chex.assert_trees_all_equal(dataclasses.replace(found, choice=None), expected)
 
 
-@pytest.mark.parametrize(
-    ("first", "then"), [(40, 1000), pytest.param(1000, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(40, 1000), (1000, 1)])
 def test_a_cache_goes_on_as_it_was_made(first, then):
     """More tokens would make it sparse, or fewer dense, but the cache decides."""
     begun = run(Auto(PAPER, table_of((first, first), longest=first)))

@@ -53,10 +53,9 @@ def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
         logits, cache = decode_step(weights, token, cache, **options)
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling.greedy(), pytest.param(SAMPLED, marks=slow)], ids=["greedy", "sampled"]
-)
-@pytest.mark.parametrize("name", ["paper", pytest.param("released", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [Sampling.greedy(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["paper", "released"])
 def test_batched_equals_single(weights, name, sampling):
     tokens, lengths = prompts(*LENGTHS)
     keys = jax.random.split(jax.random.key(3), len(LENGTHS))
@@ -218,7 +217,8 @@ def test_a_stream_gives_what_generate_gives(weights, sampling):
     chex.assert_trees_all_close(chunks[-1].measured_density, whole.measured_density)
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("paper", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "paper"])
 def test_generate_runs_under_the_callers_jit(weights, name):
     tokens, lengths = prompts(*LENGTHS)
     options = OPTIONS | {"policy": POLICIES[name], "lengths": jnp.asarray(lengths)}

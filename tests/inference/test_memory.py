@@ -198,7 +198,8 @@ def test_decode_step_copies_no_cache_that_one_step_reads(name, batch):
     assert_cache_is_updated_in_place(compiled, cache, limit=num_bytes(cache.key))
 
 
-@pytest.mark.parametrize("name", slow_unless(("paper", "dense").__contains__, CONFIGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_chunked_prefill_copies_no_cache(name):
     config = CONFIGS[name]
     read = functools.partial(prefill, model_config=MODEL, policy=config, chunk_size=2048)
@@ -217,6 +218,7 @@ def test_whole_prefill_copies_no_cache():
     assert_cache_is_updated_in_place(compiled, cache, limit=5 * num_bytes(QUERY))
 
 
+@pytest.mark.slow
 def test_generation_from_a_cache_copies_no_cache():
     config = CONFIGS["paper"]
 

@@ -166,6 +166,7 @@ def test_caches_of_thresholds_and_without_statistics(weights):
         generate(weights, TOKENS, policy=Dense(block_size=16), cache=made(), **options)
 
 
+@pytest.mark.slow
 def test_a_cache_goes_on_with_another_density(weights):
     _, cache = prefill(weights, TOKENS, made(), **OPTIONS)
     config = other(density=0.9)
@@ -198,6 +199,7 @@ def test_ids_outside_the_vocabulary_are_refused(weights, token, kind):
         decode_step(weights, wrong[:, 7], made(), **OPTIONS)
 
 
+@pytest.mark.slow
 def test_padding_may_hold_anything(weights):
     padded = np.where(np.arange(40)[None] < LENGTHS[:, None], TOKENS, -100)
     found = [
@@ -362,6 +364,7 @@ class Device:
         return {"bytes_limit": 2**30, "bytes_in_use": 2**30 - self.free}
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_said_before_the_attempt(weights, monkeypatch):
     size = calls.cache_bytes(MODEL, PAPER, 2, 42, "float32")
     real = made(max_tokens=42)

@@ -261,7 +261,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless("recommended".__eq__, MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_bad_embedding_reaches_no_earlier_row_of_a_model_and_no_neighbour(name):
     weights = tiny.params()
     weights["embed"]["embedding"] = weights["embed"]["embedding"].at[62].set(jnp.nan)

@@ -133,6 +133,7 @@ def test_padding_on_the_left_and_later_turns_compile_nothing(weights, compilatio
         assert number == 0 or not compilations
 
 
+@pytest.mark.slow
 def test_measured_density_follows_the_density_of_each_call(weights):
     tokens, _ = prompts(400)
     found = []
@@ -318,6 +319,7 @@ def test_a_program_made_for_something_else_is_not_loaded(weights, used, monkeypa
     assert len(set(paths) - set(used[1].iterdir())) == 2  # they would be kept beside the others
 
 
+@pytest.mark.slow
 def test_policies_of_ones_own_are_not_kept(weights, folder):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Own(sw.SketchWalkConfig):

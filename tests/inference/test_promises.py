@@ -87,6 +87,7 @@ def test_a_repeated_call_is_bit_equal(run, name):
     assert_equal(run(name, tokens), run(name, tokens))
 
 
+@pytest.mark.slow
 @names
 def test_what_stands_in_padding_changes_no_bit(run, name):
     tokens, lengths = prompts(*LENGTHS)
@@ -112,8 +113,9 @@ def test_what_neighbours_hold_changes_no_bit(run, name, weights):
     np.testing.assert_array_equal(spoiled[1:, :37], plain[1:, :37])
 
 
+@pytest.mark.slow
 @names
-@pytest.mark.parametrize("chunk_size", [32, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk_size", [32, 64])
 def test_chunks_change_no_more_than_the_tolerance(run, name, chunk_size):
     tokens, _ = prompts(*LENGTHS)
     assert_close(run(name, tokens), run(name, tokens, chunk_size=chunk_size))
@@ -131,6 +133,7 @@ def test_widths_and_batches_change_no_more_than_the_tolerance(run, name):
     np.testing.assert_array_equal(whole["tokens"][1], alone["tokens"][0])
 
 
+@pytest.mark.slow
 def test_dense_steps_change_no_more_than_the_tolerance(weights):
     tokens = prompts(LENGTHS[0])[0]
     options = {"model_config": MODEL, "policy": CONFIGS["dense"]}
@@ -166,7 +169,11 @@ for row, length in enumerate(lengths):
     )
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(None, marks=pytest.mark.slow), Sampling(temperature=0.8)],
+    ids=["greedy", "sampled"],
+)
 def test_two_threads_get_what_one_gets(weights, sampling):
     tokens, lengths = prompts(*LENGTHS)
     options = OPTIONS | {"policy": CONFIGS["paper"], "lengths": lengths, "sampling": sampling}
@@ -224,8 +231,9 @@ def rows(length, used=0):
     return -(-(used % SIZE + length) // SIZE)
 
 
-@pytest.mark.parametrize("chunk_size", [None, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("used", [pytest.param(0, marks=pytest.mark.slow), 20])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [None, 32])
+@pytest.mark.parametrize("used", [0, 20])
 def test_a_selection_has_the_rows_of_the_prompt_and_no_others(weights, used, chunk_size):
     tokens, lengths = prompts(40, 20)
     options = {"model_config": MODEL, "policy": CONFIGS["paper"]}
@@ -249,7 +257,8 @@ def test_rows_are_those_of_the_sequence_that_touches_most_blocks():
         assert prompt_rows(tokens, np.array(lengths), cache, SIZE) == wanted
 
 
-@pytest.mark.parametrize("function", slow_unless("generate".__eq__, ["generate", "stream", "jit"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["generate", "stream", "jit"])
 def test_generation_returns_the_rows_of_the_prompt(weights, function):
     options = OPTIONS | {"policy": CONFIGS["paper"], "return_selection": True}
     tokens, lengths = prompts(40, 20)[0], np.array([25, 20], np.int32)

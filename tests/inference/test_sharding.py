@@ -220,7 +220,6 @@ def evaluation(*names: str, axes: dict[str, int], **options) -> str:
 
 
 CHECKS = [
-    call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_products", ALL),
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
@@ -230,6 +229,7 @@ CHECKS = [
     call("check_refused_evaluation"),
 ]
 LONG_CHECKS = [
+    call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_bytes", ["whole_blocks"], ALL),
     call("check_lists", ["recommended", "quest"], ALL),
     call("check_lists", OTHERS, TWO),
@@ -292,6 +292,7 @@ _CHECKPOINT = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size":
 _EXPERTS = _CHECKPOINT | {"moe_intermediate_size": 64, "mlp_only_layers": [0]}
 
 
+@pytest.mark.slow
 def test_ranks_read_their_share(check, tmp_path: Path):
     write_checkpoint(tmp_path / "model", "qwen3_moe", **_EXPERTS, num_shards=2)
     check(call("check_loading", str(tmp_path / "model"), str(tmp_path / "saved")))

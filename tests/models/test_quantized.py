@@ -147,6 +147,7 @@ def test_a_folder_of_another_version_with_weights_of_four_bits_is_refused(tmp_pa
             load(tmp_path / "saved", weights=weights)
 
 
+@pytest.mark.slow
 def test_a_saved_directory_is_quantised_a_stack_at_a_time_when_loaded(tmp_path, monkeypatch):
     params = tiny.params(jnp.bfloat16, MODEL)
     save(tmp_path / "saved", params, MODEL)

@@ -134,7 +134,7 @@ def test_prompts_are_what_the_specification_says(name):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("recommended, small blocks", {"decay": 0.0}),
+        pytest.param("recommended, small blocks", {"decay": 0.0}, marks=pytest.mark.slow),
         pytest.param("recommended, small blocks", {"exponent": 7}, marks=pytest.mark.slow),
         ("paper, small blocks", {"exponent": 6}),
         pytest.param("paper, small blocks", {"local_blocks": 2}, marks=pytest.mark.slow),

@@ -71,7 +71,8 @@ def test_whole_prompts_and_chunks_select_as_the_reference(name, lengths, chunk):
     )
 
 
-@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, PRESETS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
 @settings(max_examples=2)
 @given(lengths=st.tuples(*[st.integers(1, CAPACITY - 18)] * 3))
 def test_decode_selects_as_the_reference(name, lengths):
