@@ -396,7 +396,8 @@ TIMES: dict[str, Table] = {
     ),
     "weights": Table(
         file="end_to_end_weights.json",
-        command=f"{END_TO_END} --model llama-3.1-8b --weights bfloat16 --weights float8",
+        command=f"{END_TO_END} --model llama-3.1-8b --without-pieces "
+        "--weights bfloat16 --weights float8 --weights int8",
         where={"tokens": 2**17, "batch": 1, "weights": OneOf(*WEIGHTS)},
         lines=("weights",),
         columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
@@ -539,7 +540,10 @@ TIMES: dict[str, Table] = {
 
 REAL = "python benchmarks/real_models.py --model FILE.gguf"
 EVAL = "sketchwalk eval --tokens 16384 --density 0.2 --out benchmarks/results/quality.json"
-ANSWERS: dict[str, Any] = {"file": "answers.json", "command": REAL}
+ANSWERS: dict[str, Any] = {
+    "file": "answers.json",
+    "command": f"{REAL} --tokens 4096 8192 16384 30720 --prompts 50 --out answers.json",
+}
 MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b")
 REPORTED: Row = {"stage": "report", "model": OneOf(*MODELS)}
 TASKS = {
@@ -699,15 +703,16 @@ RESULTS: dict[str, Table] = {
     ),
     "weights-loss": Table(
         file="answers_weights.json",
-        command=f"{REAL} --weights int8 --density 0.2 --phase both --out answers_weights.json",
+        command=f"{REAL} --weights int8 --density 0.2 --phase both --tokens 4096 --prompts 50 "
+        "--out answers_weights.json",
         where={
             "stage": "report",
             "tokens": 4096,
             "model": OneOf(*MODELS),
-            "weights": OneOf(*WEIGHTS[1:]),
         },
         adapt=weighted,
         lines=("model", "weights", "attention"),
+        has_gaps=True,
         columns={
             "Loss beyond bfloat16, dense": (
                 {"task": "text_loss"},

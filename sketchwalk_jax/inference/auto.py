@@ -34,8 +34,8 @@ _TABLE = Path(__file__).with_name("break_even.json")
 class BreakEven:
     """The number of tokens from which on a policy was measured to pay.
 
-    Linear layers take the same time with both. So the sign of the difference depends on attention
-    only, and `width` is the size of attention.
+    Linear layers take the same time with both, so the difference depends on attention only, and
+    `width` is the size of attention.
 
     Attributes:
       device: The device, as JAX names its kind; or one of `dispatch.GPU_GROUPS`, for the break-even
@@ -107,11 +107,11 @@ class Auto:
     of all keys would gain nothing. A call with a cache continues with the policy that the cache was
     made for: a cache of a short call, made without `max_tokens`, stays dense.
 
-    A break-even applies to a call if it has the same device, policy and block size. Its density is
-    the smallest measured one that is not below the call's; or, if there is none, the largest one,
-    if that does not pay. Its batch is the largest measured one that is not above the call's. Its
-    width is the nearest one. If no break-even applies, or the model is on several devices, the
-    sparse policy runs as requested, and `Choice.reasons` says "no measurement".
+    A break-even applies to a call if it has the same device, policy and block size, and no larger
+    batch. Its density is the smallest measured one that is not below the call's; or, if there is
+    none, the largest one, if that does not pay. Of these, the one with the nearest width by ratio
+    applies, and then the one with the largest batch. If none applies, or the model is on several
+    devices, the sparse policy runs as requested, and `Choice.reasons` says "no measurement".
 
     `prefill`, `decode_step` and `init_cache` need a policy, because they see only a part of a
     generation. Call `choose` to get a policy and a phase for them.

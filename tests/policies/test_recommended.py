@@ -65,6 +65,7 @@ CASES = {
     ("largest", "wide heads", "inf"),
     ("whole blocks", "ragged", "equal"),
     ("forgetful", "wide heads", "equal"),
+    ("forgetful", "wide heads", "huge"),
     ("all queries", "one block", "equal keys"),
 }
 
