@@ -8,6 +8,7 @@ choosing, pooling or pairing rows.
 
 import dataclasses
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -112,15 +113,15 @@ def rows_with(rows: Iterable[Row], **wanted: Any) -> list[Row]:
       >>> len(rows_with([row], phase="decode", density=0.2))
       1
     """
-
-    def has(row: Row, name: str, value: Any) -> bool:
-        if name in ("phase", "density") and is_dense(row):
-            return True
-        found = policy_label(row) if name == "label" else row[name]
-        return found == value or (name == "density" and found is None)
-
-    given = [one for one in wanted.items() if one[1] is not None]
-    return [row for row in rows if all(has(row, *one) for one in given)]
+    found = list(rows)
+    for name, value in wanted.items():
+        if value is None:
+            continue
+        values = (value, None) if name == "density" else (value,)
+        of_dense = name in ("phase", "density")
+        find = policy_label if name == "label" else operator.itemgetter(name)
+        found = [row for row in found if (of_dense and is_dense(row)) or find(row) in values]
+    return found
 
 
 def check_choices(rows: Sequence[Row], **wanted: Any) -> None:

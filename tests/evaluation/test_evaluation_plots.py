@@ -29,7 +29,6 @@ def _closed_figures() -> Iterator[None]:
     pyplot.close("all")
 
 
-@pytest.mark.unchecked
 @pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["prefill", "decode", "both"]))
 def test_accuracy_stands_at_its_measured_density(phase):
     figure = plot_accuracy(ROWS, phase=phase)

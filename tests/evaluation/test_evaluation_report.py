@@ -39,7 +39,6 @@ def _closed_figures() -> Iterator[None]:
     pyplot.close("all")
 
 
-@pytest.mark.unchecked
 def test_every_section_is_filled():
     found = sections(EVERYTHING)
     assert list(found) == list(TITLES)
@@ -48,7 +47,6 @@ def test_every_section_is_filled():
     assert found["summary"].count("| dense |") == 2  # both densities
 
 
-@pytest.mark.unchecked
 def test_shared_fields_are_said_and_files_without_newer_fields_are_readable():
     results = whole(policies=POLICIES | RIVALS, tasks=("multi_key",), lengths=(4096,), prompts=10)
     found = sections(results)
@@ -58,7 +56,6 @@ def test_shared_fields_are_said_and_files_without_newer_fields_are_readable():
     assert "In every policy that has them: `dense_layers=2`." in sections(results)["setup"]
 
 
-@pytest.mark.unchecked
 @pytest.mark.parametrize(
     "options",
     [
@@ -105,7 +102,6 @@ def results_file(tmp_path) -> Path:
     return file
 
 
-@pytest.mark.unchecked
 def test_command_writes_tables_and_figures(results_file, tmp_path, capsys):
     out = tmp_path / "new" / "report"
     assert main(["report", str(results_file), "--out", str(out)]) == 0
@@ -135,7 +131,6 @@ def ask(results: dict) -> None:
     results["meta"]["asked"] = [{"tokens": [1024], "tasks": tasks, "rules": rules}]
 
 
-@pytest.mark.unchecked
 @pytest.mark.filterwarnings("always")
 def test_an_unfinished_evaluation_and_one_of_two_codes_say_so(results_file, tmp_path, capsys):
     results = json.loads(results_file.read_text())
