@@ -101,6 +101,7 @@ def test_the_floor_of_a_token_is_what_must_be_read(results):
     assert read["recommended", 1] == pytest.approx(weights + attended + own["method_state_bytes"])
 
 
+@pytest.mark.weekly
 def test_types_of_weights_are_measured_side_by_side(run_benchmark, tmp_path, benchmark):
     path = tmp_path / "weights.json"
     types = ("--weights", "bfloat16", "--weights", "float8")
@@ -121,6 +122,7 @@ def test_types_of_weights_are_measured_side_by_side(run_benchmark, tmp_path, ben
     assert less == pytest.approx(weights - 4 * outputs)
 
 
+@pytest.mark.weekly
 def test_only_the_experts_that_are_chosen_are_read(run_benchmark, tmp_path, benchmark):
     path = tmp_path / "experts.json"
     only = ("--model", "tiny-experts", "--policy", "dense", "--phase", "decode")

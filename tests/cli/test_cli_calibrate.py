@@ -94,7 +94,7 @@ def test_the_table_has_a_line_for_each_layer(model, tmp_path, sketchwalk):
     assert load(model)[1].plan is None
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_plan_is_measured_with_weights_of_eight_bits(measured, model, tmp_path, sketchwalk):
     out = tmp_path / "plan.json"
     sketchwalk("calibrate", "--model", model, *MEASURE, "--weights", "int8", "--out", out)

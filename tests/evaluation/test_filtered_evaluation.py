@@ -191,7 +191,7 @@ def test_density_is_set_for_the_mean_over_all_layers(policy, phase):
     assert tight.density == tight.least > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_of_a_prompt_is_counted_as_it_is_measured(model, answering, tmp_path):
     config = dataclasses.replace(
         CONFIG,

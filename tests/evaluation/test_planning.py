@@ -95,7 +95,7 @@ def test_losses_name_what_was_kept():
         assert one.kept == pytest.approx(tokens / 2304, abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_losses_of_a_model_fall_with_the_density(plan):
     """A plain forward pass loses the same in prefill."""
     tokens, model = tiny.prompts(2304)[0], dataclasses.replace(MODEL, plan=plan)

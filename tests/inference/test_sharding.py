@@ -232,14 +232,9 @@ LONG_CHECKS = [
     call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_bytes", ["whole_blocks"], ALL),
     call("check_lists", ["recommended", "quest"], ALL),
-    call("check_lists", OTHERS, TWO),
     call("check_lists", [*MAIN, "oracle_for_all"], {"tensor": 8}),
-    call("check_lists", [*MAIN, "dense", "one_hop"], {"sequence": 4}),
-    call("check_lists", ["recommended", "whole_blocks"], TWO, dtype="bfloat16"),
     call("check_model", ["paper"], {"data": 4}),
     call("check_model", ["quest"], {"tensor": 8}, chunk_size=48),
-    call("check_model", ["whole_blocks", "dense"], {"sequence": 8}),
-    call("check_model", ["recommended"], ALL, chunk_size=64, has_experts=True),
     call("check_steps", "recommended", {"sequence": 4}),
     call("check_bytes", ["dense", "paper"], ALL),
     call("check_bytes", ["dense"], ALL, has_experts=True),
@@ -248,13 +243,18 @@ LONG_CHECKS = [
     call("check_inside_shard_map", "quest", has_models=False),
     call("check_types_of_policies", []),
     call("check_explicit_axes", None),
-    call("check_explicit_axes", "recommended"),
     evaluation("recommended", axes=ALL, parts=("answers",), phases=("both",)),
-    evaluation("damped", "recommended", axes={"sequence": 4}),
     call("check_calibration", TWO, has_threshold=True),
 ]
 # Further meshes, and a model inside `shard_map`.
 WEEKLY_CHECKS = [
+    call("check_lists", OTHERS, TWO),
+    call("check_lists", [*MAIN, "dense", "one_hop"], {"sequence": 4}),
+    call("check_lists", ["recommended", "whole_blocks"], TWO, dtype="bfloat16"),
+    call("check_model", ["whole_blocks", "dense"], {"sequence": 8}),
+    call("check_model", ["recommended"], ALL, chunk_size=64, has_experts=True),
+    call("check_explicit_axes", "recommended"),
+    evaluation("damped", "recommended", axes={"sequence": 4}),
     call("check_lists", ["paper"], ALL),
     call("check_lists", ["adamas", "quest_for_all"], ALL),
     call("check_lists", ["recommended", "whole_blocks"], {"sequence": 2}, dtype="bfloat16"),
@@ -331,7 +331,7 @@ def test_the_command_line_shares_a_model_over_devices(on_meshes):
     assert one["text"] == many["text"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_command_line_evaluates_on_a_mesh(on_meshes):
     options = "--preset recommended --policy sketchwalk --density 0.5 --tokens 512 --prompts 2"
     options += " --task single_needle --task text_loss --probe-prompts 1"
