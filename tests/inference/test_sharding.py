@@ -246,7 +246,7 @@ LONG_CHECKS = [
     evaluation("recommended", axes=ALL, parts=("answers",), phases=("both",)),
     call("check_calibration", TWO, has_threshold=True),
 ]
-# Further meshes, and a model inside `shard_map`.
+# Further meshes and policies, and whole models inside `shard_map` or on explicit axes.
 WEEKLY_CHECKS = [
     call("check_lists", OTHERS, TWO),
     call("check_lists", [*MAIN, "dense", "one_hop"], {"sequence": 4}),

@@ -356,7 +356,7 @@ def test_a_prompt_is_selected_alike(gpu):
         density=0.5, min_tokens=96, early_representatives=((128, 16),)
     )
     rng = np.random.default_rng(0)
-    heads, kv_heads, head_dim, blocks = 4, 2, 64, 6
+    heads, kv_heads, head_dim, blocks = 4, 2, 64, 9
     tokens = blocks * SIZE
     query, key = (
         jnp.asarray(rng.normal(size=(1, tokens, count, head_dim)) * 2.0, jnp.bfloat16)
