@@ -228,6 +228,25 @@ def on_a_device(row: Row) -> Iterator[Row]:
         yield row
 
 
+def of_a_device(file: str, model: str) -> Table:
+    """Makes the table of a device's times."""
+    tasks = {
+        "One layer's attention": "attention",
+        "First token": "first_token",
+        "Next token": "token",
+    }
+    return Table(
+        file=f"devices/{file}",
+        command=f"sketchwalk bench --model {model}",
+        adapt=on_a_device,
+        lines=("tokens",),
+        columns={
+            title: ({"task": task, "method": "recommended"}, timed(method="dense", density=1.0))
+            for title, task in tasks.items()
+        },
+    )
+
+
 # First calls: descriptions of the steps, by name.
 CALLS = {
     "import": "import of the package",
@@ -520,20 +539,8 @@ TIMES: dict[str, Table] = {
         },
     ),
     "first-call-cpu": FIRST_CALL_CPU,
-    "device-epyc": Table(
-        file="devices/own_epyc_two_cores.json",
-        command="sketchwalk bench --model models/sketchwalk_8m",
-        adapt=on_a_device,
-        lines=("tokens",),
-        columns={
-            title: ({"task": task, "method": "recommended"}, timed(method="dense", density=1.0))
-            for title, task in (
-                ("One layer's attention", "attention"),
-                ("First token", "first_token"),
-                ("Next token", "token"),
-            )
-        },
-    ),
+    "device-epyc": of_a_device("own_epyc_two_cores.json", "models/sketchwalk_8m"),
+    "device-h200": of_a_device("h200_qwen2.5_coder_0.5b.json", "FILE.gguf"),
 }
 
 # Answers and texts.
@@ -733,9 +740,9 @@ RESULTS: dict[str, Table] = {
         },
     ),
     "rounding": Table(
-        file="rounding.json",
-        command=f"{REAL} --stage development",
-        where={"method": "recommended, rounding"},
+        file="real_models.json",
+        command=f"{REAL} --policy sketchwalk --preset recommended --density 1 --phase prefill",
+        where=REPORTED | {"method": "recommended", "density": 1.0},
         lines=("model", "tokens"),
         columns={title: ({"task": task}, right_interval) for title, task in [*TASKS.items()][1:]},
     ),
@@ -749,7 +756,7 @@ RESULTS: dict[str, Table] = {
     ),
     "printed-rule": Table(
         file="real_models.json",
-        command=REAL,
+        command=f"{REAL} --policy sketchwalk oracle --density 0.2 --dense-layers 2 --prompts 50",
         where=REPORTED
         | {"density": 0.2, "method": OneOf("paper", "damped", "one_hop", "released", "oracle")},
         lines=("model", "tokens", "method"),
