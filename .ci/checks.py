@@ -153,12 +153,11 @@ def _by_last_name() -> dict[str, list[Path]]:
     """Returns the files or folders that code can name by the last part of their path, if unique."""
     found: dict[str, dict[Path, list[Path]]] = {}
     for name, path in _tracked().items():
-        if not name.startswith((".", "docs/")) and path.suffix not in {".md", ".png"}:
+        # Benchmarks write results; tests of the tables that are made of them always run.
+        skipped = (".", "docs/", "benchmarks/results/")
+        if not name.startswith(skipped) and path.suffix not in {".md", ".png"}:
             found.setdefault(path.name, {})[path] = [path]
             for folder in Path(name).parents[:-2]:
-                # Benchmarks write here; tests of the tables that are made of it always run.
-                if folder == Path("benchmarks/results"):
-                    continue
                 found.setdefault(folder.name, {}).setdefault(ROOT / folder, []).append(path)
     # Skip folders of code: their names are ordinary words, and their files are imported anyway.
     data = {
