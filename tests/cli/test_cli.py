@@ -250,6 +250,7 @@ def test_chat_template_is_applied_when_asked_for(arguments, expected, started):
     assert tokens.shape == (1, 64)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_seed(model: Path, generate):
     first, again, other = (generate("--top-k", 50, "--seed", seed) for seed in (1, 1, 2))
     assert first["text"] == again["text"] != other["text"]
@@ -259,6 +260,7 @@ def test_draws_follow_the_seed(model: Path, generate):
     assert first["text"] == text_of(tokens)
 
 
+@pytest.mark.slow
 def test_end_token_ends_the_text(tmp_path: Path, model: Path, generate):
     end = int(expected_tokens(model, 16)[0])
     write_model(tmp_path, generation_config={"eos_token_id": [end]})

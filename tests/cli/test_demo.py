@@ -210,6 +210,7 @@ def test_files_get_plain_lines(demo, tokenizer):
     assert Path("sketchwalk-demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always")
 def test_logits_that_are_not_finite_are_reported(demo, model, tmp_path):
     broken = tmp_path / "broken"

@@ -283,7 +283,7 @@ def run(config, *, tokens=40, **options):
         ((41, 42), Dense(block_size=16), "both"),
         ((40, 42), PAPER, "prefill"),
         pytest.param((41, 41), PAPER, "decode", marks=pytest.mark.slow),
-        ((40, 41), PAPER, "both"),
+        pytest.param((40, 41), PAPER, "both", marks=pytest.mark.slow),
     ],
 )
 def test_it_is_the_policy_that_it_chooses_and_its_programs(breaks, given, phase):
@@ -307,6 +307,7 @@ def test_a_cache_goes_on_as_it_was_made(first, then):
     assert found.choice.reasons[0].endswith("the cache was made so")
 
 
+@pytest.mark.slow
 def test_streams_and_texts_say_what_was_chosen(tmp_path):
     checkpoints.write_checkpoint(tmp_path, tokenizer=True)
     own = {"policy": "RecommendedConfig", "density": 1.0, "block_size": 64, "width": 32}

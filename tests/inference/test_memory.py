@@ -185,6 +185,7 @@ def test_decode_step_copies_no_cache(name, phase):
     assert_cache_is_updated_in_place(compiled, cache, limit=num_bytes(STACKED_KEY) // 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", slow_unless((1).__eq__, [1, 2]))
 @pytest.mark.parametrize("name", ["paper", "dense"])
 def test_decode_step_copies_no_cache_that_one_step_reads(name, batch):

@@ -311,6 +311,7 @@ def test_an_attribute_of_another_type_is_refused_by_its_name(case):
         ModelConfig.from_dict(tiny_config("llama") | changes)
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_are_reported(weights):
     """The report names the sequence with such tokens, and no other."""
     bad = changed(
@@ -344,6 +345,7 @@ def test_the_command_line_warns_of_logits_that_are_not_finite(tmp_path, capsys):
     assert "warning: logits were NaN or infinite" in err and "--dtype bfloat16" in err
 
 
+@pytest.mark.slow
 def test_a_generation_and_a_cache_print_in_one_line(weights):
     out = generate(weights, TOKENS, max_new_tokens=2, return_selection=True, **OPTIONS)
     assert repr(out).startswith("Generation(tokens=int32[2, 2], lengths=[2, 2], is_finite=[True,")

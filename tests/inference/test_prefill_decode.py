@@ -180,6 +180,7 @@ def test_a_prompt_may_be_continued_anywhere(cut):
     np.testing.assert_allclose(logits[0, : 110 - cut], wanted, **tolerance("logits"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_unless("recommended".__eq__, ["paper", "damped", "set", "recommended"])
 )
@@ -200,6 +201,7 @@ def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
         np.testing.assert_array_equal(other[row, :end], plain[row, :end])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("recommended".__eq__, ["paper", "recommended"]))
 @pytest.mark.parametrize("dense_layers", [1, pytest.param((0, 2), marks=pytest.mark.slow)])
 def test_full_density_equals_dense_in_both_phases(name, dense_layers):

@@ -169,6 +169,7 @@ for row, length in enumerate(lengths):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [pytest.param(None, marks=pytest.mark.slow), Sampling(temperature=0.8)],

@@ -88,6 +88,7 @@ def test_a_given_capacity_reads_prompts_with_one_program(at_most, weights):
     generation.generate(weights, prompt, max_new_tokens=2, **options)
 
 
+@pytest.mark.slow
 def test_a_longer_bucket_does_compile(at_most, weights):
     """Shows that the counter above can fail."""
     at_most(1, 1)

@@ -223,12 +223,12 @@ CHECKS = [
     call("check_products", ALL),
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
-    call("check_types_inside_shard_map"),
-    call("check_types_on_explicit_axes"),
     call("check_types_of_policies", ["paper"]),
     call("check_refused_evaluation"),
 ]
 LONG_CHECKS = [
+    call("check_types_inside_shard_map"),
+    call("check_types_on_explicit_axes"),
     call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_bytes", ["whole_blocks"], ALL),
     call("check_lists", ["recommended", "quest"], ALL),

@@ -9,6 +9,7 @@ def test_the_kernel_of_a_token_with_64_bits():
     x64_checks.check("kernel", x64_checks.decode_kernel)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_with_64_bits():
     x64_checks.check("mixture", x64_checks.mixture)
 

@@ -209,6 +209,7 @@ def test_kernels_mix_decoded_tokens_and_normalise_them(kind, num_tokens):
     assert 0 < error < tolerance("kernel", jnp.bfloat16)["atol"]
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_decoded_tokens_in_float16_are_normalised_before_they_overflow():
     config = dataclasses.replace(CONFIG, hidden_size=128, expert_intermediate_size=128)
