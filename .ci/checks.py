@@ -138,9 +138,13 @@ def _defined(node: ast.stmt) -> list[str]:
 
 @functools.cache
 def _tracked() -> dict[str, Path]:
-    """Returns the project's files by their path in it."""
+    """Returns the project's files by their path in it.
+
+    Leaves out benchmark results: the tests of the tables that are made of them always run.
+    """
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard")
-    return {name: ROOT / name for name in listed if (ROOT / name).is_file()}
+    names = (name for name in listed if not name.startswith("benchmarks/results/"))
+    return {name: ROOT / name for name in names if (ROOT / name).is_file()}
 
 
 def _git(*arguments: str) -> list[str]:
@@ -153,9 +157,7 @@ def _by_last_name() -> dict[str, list[Path]]:
     """Returns the files or folders that code can name by the last part of their path, if unique."""
     found: dict[str, dict[Path, list[Path]]] = {}
     for name, path in _tracked().items():
-        # Benchmarks write results; tests of the tables that are made of them always run.
-        skipped = (".", "docs/", "benchmarks/results/")
-        if not name.startswith(skipped) and path.suffix not in {".md", ".png"}:
+        if not name.startswith((".", "docs/")) and path.suffix not in {".md", ".png"}:
             found.setdefault(path.name, {})[path] = [path]
             for folder in Path(name).parents[:-2]:
                 found.setdefault(folder.name, {}).setdefault(ROOT / folder, []).append(path)

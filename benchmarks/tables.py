@@ -184,6 +184,17 @@ def of_xla(rows: list[Row], other: Other) -> str:
     return text + (f", **{peers[0]['ms'] / rows[0]['ms']:.1f}×**" if peers else "")
 
 
+GRADIENTS = Table(
+    file="gradients_cpu.json",
+    command="python benchmarks/kernels.py --op gradient",
+    adapt=shaped,
+    lines=("heads", "tokens", "density"),
+    columns={
+        "Dense": ({}, milliseconds("peer_ms")),
+        "Over lists": ({}, ratio("ours_ms", "peer_ms")),
+    },
+    note="One layer, forward and backward.",
+)
 EXPERTS = Table(
     file="experts.json",
     command="python benchmarks/kernels.py --op experts",
@@ -420,7 +431,7 @@ TIMES: dict[str, Table] = {
         where={"tokens": 2**17, "batch": 1, "weights": OneOf(*WEIGHTS)},
         lines=("weights",),
         columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
-        has_gaps=True,
+        note="The dense prompt of int8 ran with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`.",
     ),
     "scale": SCALE,
     "scale-sent": dataclasses.replace(
@@ -506,17 +517,8 @@ TIMES: dict[str, Table] = {
         lines=("rows",),
         columns={name: ({"form": "mixture", "dtype": name}, of_xla) for name in WEIGHTS},
     ),
-    "gradients": Table(
-        file="gradients_cpu.json",
-        command="python benchmarks/kernels.py --op gradient",
-        adapt=shaped,
-        lines=("heads", "tokens", "density"),
-        columns={
-            "Dense": ({}, milliseconds("peer_ms")),
-            "Over lists": ({}, ratio("ours_ms", "peer_ms")),
-        },
-        note="One layer, forward and backward.",
-    ),
+    "gradients-cpu": GRADIENTS,
+    "gradients": dataclasses.replace(GRADIENTS, file="gradients.json"),
     "selection": Table(
         file="selection.json",
         command="python benchmarks/kernels.py --op selection",
@@ -545,7 +547,7 @@ TIMES: dict[str, Table] = {
 
 # Answers and texts.
 
-REAL = "python benchmarks/real_models.py --model FILE.gguf"
+REAL = "python benchmarks/real_models.py --model FILE.gguf --text TEXT.xz --text-tail 0.03"
 EVAL = "sketchwalk eval --tokens 16384 --density 0.2 --out benchmarks/results/quality.json"
 ANSWERS: dict[str, Any] = {
     "file": "answers.json",
@@ -741,7 +743,8 @@ RESULTS: dict[str, Table] = {
     ),
     "rounding": Table(
         file="real_models.json",
-        command=f"{REAL} --policy sketchwalk --preset recommended --density 1 --phase prefill",
+        command=f"{REAL} --policy sketchwalk --preset recommended --density 1 --phase prefill "
+        "--task multi_key mid_prompt --tokens 4096 8192 --prompts 50 --out rounding.json",
         where=REPORTED | {"method": "recommended", "density": 1.0},
         lines=("model", "tokens"),
         columns={title: ({"task": task}, right_interval) for title, task in [*TASKS.items()][1:]},
@@ -756,7 +759,9 @@ RESULTS: dict[str, Table] = {
     ),
     "printed-rule": Table(
         file="real_models.json",
-        command=f"{REAL} --policy sketchwalk oracle --density 0.2 --dense-layers 2 --prompts 50",
+        command=f"{REAL} --policy sketchwalk oracle --preset paper damped one_hop released "
+        "--density 0.2 --dense-layers 2 --phase prefill both --task single_needle multi_key "
+        "mid_prompt --tokens 8192 16384 --prompts 50 --out printed_rule.json",
         where=REPORTED
         | {"density": 0.2, "method": OneOf("paper", "damped", "one_hop", "released", "oracle")},
         lines=("model", "tokens", "method"),

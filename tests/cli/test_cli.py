@@ -260,7 +260,6 @@ def test_draws_follow_the_seed(model: Path, generate):
     assert first["text"] == text_of(tokens)
 
 
-@pytest.mark.slow
 def test_end_token_ends_the_text(tmp_path: Path, model: Path, generate):
     end = int(expected_tokens(model, 16)[0])
     write_model(tmp_path, generation_config={"eos_token_id": [end]})

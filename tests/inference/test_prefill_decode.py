@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from reference_model import ReferenceModel, has_near_ties
 from tolerances import tolerance
-from variants import slow_unless
 
 from sketchwalk_jax import Dense, SketchWalkConfig, decode_step, forward, init_cache, prefill
 from sketchwalk_jax.attention.api import prepare_lists
@@ -181,9 +180,7 @@ def test_a_prompt_may_be_continued_anywhere(cut):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", slow_unless("recommended".__eq__, ["paper", "damped", "set", "recommended"])
-)
+@pytest.mark.parametrize("name", ["paper", "damped", "set", "recommended"])
 @pytest.mark.parametrize("start", [16, 64])
 def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
     config = PRESETS.get(name, RECOMMENDED)
@@ -202,8 +199,8 @@ def test_nothing_before_a_block_boundary_sees_what_follows(name, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_unless("recommended".__eq__, ["paper", "recommended"]))
-@pytest.mark.parametrize("dense_layers", [1, pytest.param((0, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["paper", "recommended"])
+@pytest.mark.parametrize("dense_layers", [1, (0, 2)])
 def test_full_density_equals_dense_in_both_phases(name, dense_layers):
     sizes = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "num_layers": 3}
     model = dataclasses.replace(MODEL, **sizes)

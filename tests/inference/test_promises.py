@@ -172,7 +172,7 @@ for row, length in enumerate(lengths):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
-    [pytest.param(None, marks=pytest.mark.slow), Sampling(temperature=0.8)],
+    [None, Sampling(temperature=0.8)],
     ids=["greedy", "sampled"],
 )
 def test_two_threads_get_what_one_gets(weights, sampling):

@@ -188,7 +188,6 @@ def assert_cached_layers_equal(case, rounding, **options):
                 np.testing.assert_allclose(own[is_same], wanted_out[is_same], **OUTPUT[dtype])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("recommended".__eq__, CACHED))
 def test_a_prompt_in_a_cache_and_a_token_after_it_are_what_the_specification_says(name):
     assert_cached_layers_equal(CACHED[name], WALK["rtol"], implementation="xla")

@@ -43,6 +43,7 @@ FILES = {
     "pallas_kernels/kernel.py": "def run(): ...\n",
     "PAGE.md": "",
     "benchmarks/measure.py": "",
+    "benchmarks/results/table.json": "{}",
     "tests/runtime_checks.py": "",
     "tests/conftest.py": (
         "import pytest\n@pytest.fixture\ndef own(): return 1\n"
@@ -136,6 +137,7 @@ BOTH = ["test_one.py", "test_two.py"]
         ("sketchwalk_jax/table.json", "{}", "[]", BOTH),
         ("pallas_kernels/kernel.py", "...", "return 1", ["test_two.py"]),
         ("benchmarks/measure.py", "", "print(1)", ["test_one.py"]),
+        ("benchmarks/results/table.json", "{}", "[]", []),
         ("pyproject.toml", "jax==1", "jax==2", BOTH),
         ("sketchwalk_jax/load.py", "Loads.", "Reads.", []),
         ("sketchwalk_jax/late.py", "run()\n", "run()  # later\n", []),
