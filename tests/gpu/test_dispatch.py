@@ -1,4 +1,4 @@
-"""The device decides which implementation of block-sparse attention runs."""
+"""The device decides which implementations of attention and selection run."""
 
 import dataclasses
 import functools
@@ -18,8 +18,10 @@ from sketchwalk_jax import (
     block_sparse_decode,
     dense_attention,
     generate,
+    init_walk,
     load,
     save,
+    sketchwalk_attention,
 )
 from sketchwalk_jax.inference.cached_layer import LayerSettings
 from sketchwalk_jax.models.transformer import sums_of_rows
@@ -286,3 +288,48 @@ def test_asking_for_kernels_where_they_cannot_run_says_why(monkeypatch):
 def test_interpret_is_true_or_false(value):
     with pytest.raises(ValueError, match="interpret must be True or False"):
         KernelConfig(interpret=value)
+
+
+@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize("interpret", [True, False])
+def test_selection_follows_attention(is_hopper, interpret, monkeypatch):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
+    config = KernelConfig(interpret=interpret)
+    found = [dispatch.selection_kernels(x, config) for x in (None, "xla", "mosaic_gpu")]
+    by_itself = config if is_hopper and not interpret else None
+    assert found == [by_itself, None, config if is_hopper or interpret else None]
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
+    jax.clear_caches()  # only tracing calls the policy
+    asked, seen, answer = [], [], KernelConfig(row_tile=3)
+
+    def selection_kernels(*arguments, what="selection"):
+        asked.append((*arguments, what))
+        return answer
+
+    def watch(method):
+        def watched(*arrays, kernel_config=None, **options):
+            seen.append(kernel_config)
+            return method(*arrays, **options)
+
+        return watched
+
+    for name in ("update_statistics", "select"):
+        method = getattr(SketchWalkConfig, name)
+        monkeypatch.setattr(SketchWalkConfig, name, watch(method))
+    for module in ("layer", "cached_layer"):
+        monkeypatch.setattr(
+            f"sketchwalk_jax.inference.{module}.selection_kernels", selection_kernels
+        )
+    config, sizes = SketchWalkConfig.paper(block_size=16), KernelConfig(row_tile=2)
+    options = {"implementation": implementation, "kernel_config": sizes}
+    x = jnp.ones((1, 32, 2, 16), jnp.float32)
+    attend = functools.partial(sketchwalk_attention, policy=config, **options)
+    jax.eval_shape(attend, x, x, x, init_walk(1, 32, policy=config))
+    options |= {"model_config": tiny.MODEL, "policy": config, "max_new_tokens": 1}
+    run = functools.partial(generate, **options)
+    jax.eval_shape(run, jax.eval_shape(tiny.params), jnp.asarray(tiny.prompts(20)[0]))
+    assert set(asked) == {(implementation, sizes, "selection")}
+    assert len(seen) == 6 and set(seen) == {answer}

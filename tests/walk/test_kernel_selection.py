@@ -1,6 +1,6 @@
 """The kernels of the printed rule's selection give plain JAX's lists, sums and walks.
 
-The module tests the whole policy, then each kernel on edge cases, then the choice of kernels.
+The module tests the whole policy, then each kernel on edge cases.
 Kernels run in Pallas' interpreter (by default one case of each), in the emulator (CONTRIBUTING.md),
 or on a Hopper GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -n 0
 tests/walk/test_kernel_selection.py`
@@ -13,21 +13,12 @@ import jax.numpy as jnp
 import kernel_draws
 import numpy as np
 import pytest
-import tiny
 from kernel_draws import KERNELS, ON_GPU
 from pairwise import pairwise
 from tolerances import tolerance
 from variants import INTERPRET, slow_unless
 
-from sketchwalk_jax import (
-    KernelConfig,
-    SketchWalkConfig,
-    generate,
-    init_walk,
-    sketch,
-    sketchwalk_attention,
-)
-from sketchwalk_jax.pallas_kernels import dispatch
+from sketchwalk_jax import SketchWalkConfig, init_walk, sketch
 from sketchwalk_jax.pallas_kernels.config import MAX_BLOCKS, MAX_LISTED, MAX_POWER
 from sketchwalk_jax.pallas_kernels.top_k.select import ordered_keys, select_blocks_kernel
 from sketchwalk_jax.pallas_kernels.walk import walk_row
@@ -352,48 +343,3 @@ def test_arrays_that_do_not_fit_are_refused():
         refuse(words, select_token_kernel, *shapes, power=power, max_count=1, **options)
     heads, valid = ((1, 64, 3, 64), (1, 64, 1, 64)), jnp.ones((1, 64), bool)
     refuse("must fill rows of 128", block_sums_kernel, *heads, valid=valid)
-
-
-@pytest.mark.parametrize("is_hopper", [True, False])
-@pytest.mark.parametrize("interpret", [True, False])
-def test_selection_follows_attention(is_hopper, interpret, monkeypatch):
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: is_hopper)
-    config = KernelConfig(interpret=interpret)
-    found = [dispatch.selection_kernels(x, config) for x in (None, "xla", "mosaic_gpu")]
-    by_itself = config if is_hopper and not interpret else None
-    assert found == [by_itself, None, config if is_hopper or interpret else None]
-
-
-@pytest.mark.parametrize("implementation", ["xla", None])
-def test_what_is_asked_reaches_the_policy(implementation, monkeypatch):
-    jax.clear_caches()  # only tracing calls the policy
-    asked, seen, answer = [], [], KernelConfig(row_tile=3)
-
-    def selection_kernels(*arguments, what="selection"):
-        asked.append((*arguments, what))
-        return answer
-
-    def watch(method):
-        def watched(*arrays, kernel_config=None, **options):
-            seen.append(kernel_config)
-            return method(*arrays, **options)
-
-        return watched
-
-    for name in ("update_statistics", "select"):
-        method = getattr(SketchWalkConfig, name)
-        monkeypatch.setattr(SketchWalkConfig, name, watch(method))
-    for module in ("layer", "cached_layer"):
-        monkeypatch.setattr(
-            f"sketchwalk_jax.inference.{module}.selection_kernels", selection_kernels
-        )
-    config, sizes = SketchWalkConfig.paper(block_size=SIZE), KernelConfig(row_tile=2)
-    options = {"implementation": implementation, "kernel_config": sizes}
-    x = jnp.ones((1, 32, 2, 16), jnp.float32)
-    attend = functools.partial(sketchwalk_attention, policy=config, **options)
-    jax.eval_shape(attend, x, x, x, init_walk(1, 32, policy=config))
-    options |= {"model_config": tiny.MODEL, "policy": config, "max_new_tokens": 1}
-    run = functools.partial(generate, **options)
-    jax.eval_shape(run, jax.eval_shape(tiny.params), jnp.asarray(tiny.prompts(20)[0]))
-    assert set(asked) == {(implementation, sizes, "selection")}
-    assert len(seen) == 6 and set(seen) == {answer}
