@@ -242,6 +242,47 @@ def test_decode_selects_for_the_row_of_its_token(name):
                 assert rows[layer][row] == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dense_layers", "phase"),
+    [
+        ((1, 3), "both"),
+        (1, "both"),
+        (0, "both"),
+        ((1, 3), "prefill"),
+        (1, "decode"),
+    ],
+)
+def test_the_recommended_policys_density_over_all_layers_is_nominal(dense_layers, phase):
+    density, length, new = 0.6, 480, 24
+    floors = {"sink_tokens": 0, "local_tokens": 0, "min_tokens": 16}
+    config = SketchWalkConfig.recommended(
+        block_size=32, density=density, dense_layers=dense_layers, **floors
+    )
+    tokens, _ = tiny.prompts(length)
+    out = generate(
+        tiny.params(),
+        tokens,
+        policy=config,
+        model_config=tiny.MODEL,
+        max_new_tokens=new,
+        phase=phase,
+    )
+    measured = out.measured_density
+    dense = dense_layers if isinstance(dense_layers, tuple) else range(dense_layers)
+    for name in ("prefill", "decode"):
+        by_layer = np.asarray(getattr(measured, name))
+        for layer in range(tiny.MODEL.num_layers):
+            is_dense = layer in dense or phase not in ("both", name)
+            assert (by_layer[layer] == 1.0) == is_dense
+        if phase in ("both", name):
+            # The density of a decoded token has steps of one block in 30.
+            slack = 0.01 if name == "prefill" else 0.5 / 30
+            assert abs(by_layer.mean() - density) < slack
+    if phase == "both":
+        assert abs(float(measured.overall) - density) < 0.01
+
+
 @pytest.mark.parametrize("name", IN_A_MODEL)
 @pytest.mark.slow
 @pytest.mark.parametrize("density", [0.1, 0.55])

@@ -1,4 +1,4 @@
-"""The recommended policy against the specification, its budgets, and its measured density."""
+"""The recommended policy against the specification, and its budgets."""
 
 import functools
 
@@ -10,13 +10,12 @@ import numpy as np
 import policy_runs
 import pytest
 import specification
-import tiny
 from hypothesis import given
 from pairwise import pairwise
 from specification import assert_same_pages
 from variants import slow_unless
 
-from sketchwalk_jax import SketchWalkConfig, algorithm, generate
+from sketchwalk_jax import SketchWalkConfig, algorithm
 from sketchwalk_jax.plan import Plan
 from sketchwalk_jax.policies.base import LayerShape, Span
 from sketchwalk_jax.policies.recommended import page_budget
@@ -186,47 +185,6 @@ def test_statistics_are_less_than_a_fourteenth_of_keys_and_values():
     make = functools.partial(policy.init_statistics, shape, batch=1, num_blocks=blocks)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make)))
     assert held / (blocks * 64 * 2 * 8 * 128 * 2) == pytest.approx(35 / 512, rel=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dense_layers", "phase"),
-    [
-        ((1, 3), "both"),
-        (1, "both"),
-        (0, "both"),
-        ((1, 3), "prefill"),
-        (1, "decode"),
-    ],
-)
-def test_measured_density_over_all_layers_is_nominal(dense_layers, phase):
-    density, length, new = 0.6, 480, 24
-    floors = {"sink_tokens": 0, "local_tokens": 0, "min_tokens": 16}
-    config = SketchWalkConfig.recommended(
-        block_size=SIZE, density=density, dense_layers=dense_layers, **floors
-    )
-    tokens, _ = tiny.prompts(length)
-    out = generate(
-        tiny.params(),
-        tokens,
-        policy=config,
-        model_config=tiny.MODEL,
-        max_new_tokens=new,
-        phase=phase,
-    )
-    measured = out.measured_density
-    dense = dense_layers if isinstance(dense_layers, tuple) else range(dense_layers)
-    for name in ("prefill", "decode"):
-        by_layer = np.asarray(getattr(measured, name))
-        for layer in range(tiny.MODEL.num_layers):
-            is_dense = layer in dense or phase not in ("both", name)
-            assert (by_layer[layer] == 1.0) == is_dense
-        if phase in ("both", name):
-            # The density of a decoded token has steps of one block in 30.
-            slack = 0.01 if name == "prefill" else 0.5 / 30
-            assert abs(by_layer.mean() - density) < slack
-    if phase == "both":
-        assert abs(float(measured.overall) - density) < 0.01
 
 
 @pytest.mark.unchecked
