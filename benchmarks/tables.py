@@ -769,7 +769,6 @@ RESULTS: dict[str, Table] = {
             title: ({"phase": phase}, right_interval)
             for title, phase in (("Prefill", "prefill"), ("Prefill and decode", "both"))
         },
-        has_gaps=True,
     ),
     "compared-bytes": Table(
         **QUALITY,
