@@ -88,6 +88,17 @@ _LLAMA_8B = ModelConfig(
     max_position_embeddings=2**20,
     dtype="bfloat16",
 )
+_QWEN_7B = dataclasses.replace(
+    _LLAMA_8B,
+    model_type="qwen2",
+    vocab_size=152064,
+    num_layers=28,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_heads=28,
+    num_kv_heads=4,
+    qkv_bias=True,
+)
 MODELS = {
     "llama-3.1-8b": _LLAMA_8B,
     "llama-3.2-1b": dataclasses.replace(
@@ -98,16 +109,17 @@ MODELS = {
         head_dim=64,
         tie_word_embeddings=True,
     ),
-    "qwen2.5-7b": dataclasses.replace(
-        _LLAMA_8B,
-        model_type="qwen2",
-        vocab_size=152064,
-        num_layers=28,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_heads=28,
-        num_kv_heads=4,
-        qkv_bias=True,
+    "qwen2.5-7b": _QWEN_7B,
+    "qwen2.5-0.5b": dataclasses.replace(
+        _QWEN_7B,
+        vocab_size=151936,
+        num_layers=24,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
     ),
     "qwen3-30b-a3b": dataclasses.replace(
         _LLAMA_8B,

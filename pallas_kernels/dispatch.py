@@ -21,6 +21,8 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 DENSE_IMPLEMENTATIONS = ("cudnn", "mosaic_gpu", "xla")
 FULL_BLOCK = 64
 """Tokens per key block when kernels compute dense attention over lists of all blocks."""
+_SHORT = 4096
+"""Columns up to which cuDNN reads a padded prompt as fast as the kernels, and compiles sooner."""
 
 # Operations with kernels, by GPU. "selection" serves any policy, "prompt selection" and "token
 # selection" the recommended policy (including its cache writes); "linear layers" is decode matmul;
@@ -272,12 +274,14 @@ def choose_dense_implementation(
     num_keys: int,
     has_offset: bool,
     return_lse: bool = False,
+    is_padded: bool = False,
     kernel_config: KernelConfig | None = None,
 ) -> str:
     """Chooses the implementation of dense attention: cuDNN if it supports the call.
 
     Otherwise, if queries start after position 0, kernels with lists of all blocks, which read
-    caches in place.
+    caches in place. On GPUs before Blackwell these also read long padded prompts: cuDNN computes
+    the rows of padding too, which takes up to 7 times as long.
 
     Args:
       implementation: A name, or `None` to choose one.
@@ -285,6 +289,7 @@ def choose_dense_implementation(
       num_keys: Keys `S` of the key array.
       has_offset: Whether queries may start after position 0.
       return_lse: Whether to return the log-sum-exp.
+      is_padded: Whether many of the last queries may be padding.
       kernel_config: Tile sizes, and whether kernels run in the interpreter.
 
     Returns:
@@ -296,11 +301,17 @@ def choose_dense_implementation(
     """
     interpret = kernel_config is not None and kernel_config.interpret
     where: dict[str, Any] = {"num_keys": num_keys, "has_offset": has_offset}
+    cudnn = why_not_cudnn(query, **where, return_lse=return_lse)
     lists = why_not_full_lists(query, **where, interpret=interpret)
-    if implementation is None and (interpret or not has_offset):
-        lists = lists or "nobody asked for it"
-    reasons = (why_not_cudnn(query, **where, return_lse=return_lse), lists, None)
-    return _choose(implementation, DENSE_IMPLEMENTATIONS, reasons)
+    if implementation is None:
+        # On later GPUs, cuDNN has instructions that the kernels do not use.
+        is_before_blackwell = _compute_capability().startswith(("8.", "9."))
+        is_long = is_padded and query.shape[1] > _SHORT and is_before_blackwell
+        if interpret or not (has_offset or is_long):
+            lists = lists or "nobody asked for it"
+        if is_long and lists is None:
+            cudnn = cudnn or "it computes the rows of padding"
+    return _choose(implementation, DENSE_IMPLEMENTATIONS, (cudnn, lists, None))
 
 
 def _choose(asked: str | None, names: Sequence[str], reasons: Sequence[str | None]) -> str:

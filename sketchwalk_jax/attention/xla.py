@@ -457,6 +457,9 @@ def attend_dense(
             return keys.reshape(products), values.reshape(products), visible
 
         reach = jnp.minimum(jnp.max(positions) + 1, jnp.max(kv_lengths))
+        if positions.shape[-1] > 1:  # in prompts, tiles of padding alone need no keys
+            is_padding = jnp.min(positions, axis=(1, 2)) >= kv_lengths
+            reach = jnp.where(jnp.all(is_padding), 0, reach)
         num_steps = (reach + width - 1) // width
         out, lse = _fold_steps(query.reshape(products), num_steps, load, scale)
         return out.reshape(query.shape), lse.reshape(query.shape[:-1])

@@ -125,9 +125,11 @@ def describe_attention(
     sizes["row_size"] = row if is_prompt else None
     if phase in policy.phases:
         found = choose_implementation(None, query, **sizes)
-    else:  # a whole prompt, or one token after a cache of whole blocks
-        where: dict[str, Any] = {"num_keys": max(row, FULL_BLOCK), "has_offset": not is_prompt}
-        found = choose_dense_implementation(None, query, **where)
+    else:  # a prompt in the longest program, or one token after a cache of whole blocks
+        most = -(-model_config.context_length // FULL_BLOCK) * FULL_BLOCK
+        where: dict[str, Any] = {"num_keys": most, "has_offset": not is_prompt, "is_padded": True}
+        long = jax.ShapeDtypeStruct((1, most if is_prompt else 1, *heads), query.dtype)
+        found = choose_dense_implementation(None, long, **where)
     reason = why_not_mosaic_gpu(query, **sizes) if found == "xla" else None
     return {"implementation": found, "why_not_mosaic_gpu": reason}
 
@@ -214,18 +216,17 @@ def _describe_cache(
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
     """Finds the number of tokens from which on the policy is measured to pay (see `Auto`).
 
-    The number is for one sequence. `tokens` is None without a measurement, or if the policy did not
-    pay up to `longest` tokens.
+    The number is for one sequence, of a model whose attention is `width` wide. `tokens` is None
+    without a measurement, or if the policy did not pay up to `longest` tokens.
     """
-    longest = model_config.context_length
+    names, longest = ("tokens", "longest", "width", "is_expected"), model_config.context_length
     found: BreakEven | str = Auto(config).find(phase, model_config, tokens=longest)
     of_model = config.for_layer(0, model_config.num_layers)
     places = (0, longest) if phase == "prefill" else (longest - 1, longest)
     if isinstance(of_model, RecommendedConfig) and of_model.keeps_all(phase, *places):
         found = f"nowhere: it keeps all keys up to {longest:,} tokens"
     if isinstance(found, str):
-        return {"tokens": None, "longest": None, "is_expected": False, "problem": found}
-    names = ("tokens", "longest", "is_expected")
+        return dict.fromkeys(names) | {"problem": found}
     return {name: getattr(found, name) for name in names} | {"problem": None}
 
 
@@ -347,11 +348,18 @@ def _plan_text(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _where(tokens: int | None, longest: int | None, is_expected: bool, problem: str | None) -> str:
+def _where(
+    tokens: int | None,
+    longest: int | None,
+    width: int | None,
+    is_expected: bool | None,
+    problem: str | None,
+) -> str:
     """Says from which length on a policy pays."""
     if problem is not None:
         return problem
-    how = " (expected, not measured on this device)" if is_expected else ""
+    how = "expected, not measured on this device," if is_expected else "measured"
+    how += f" with attention {width:,} wide"
     if tokens is None:
-        return f"nowhere up to {longest:,} tokens, where attention is dense by default{how}"
-    return f"from {tokens:,} tokens on, below which attention is dense by default{how}"
+        return f"nowhere up to {longest:,} tokens, where attention is dense by default ({how})"
+    return f"from {tokens:,} tokens on, below which attention is dense by default ({how})"

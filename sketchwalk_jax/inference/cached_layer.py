@@ -36,6 +36,7 @@ from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.decode_matmul.api import swiglu_quantize
 from sketchwalk_jax.pallas_kernels.dispatch import (
     IMPLEMENTATIONS,
+    choose_dense_implementation,
     is_gpu_without,
     row_kernels,
     selection_kernels,
@@ -94,6 +95,11 @@ class LayerSettings:
                 f"implementation must be None or one of {IMPLEMENTATIONS}, "
                 f"got {self.implementation!r}"
             )
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether prompts are expected to be shorter than their columns."""
+        return False
 
     def selects_in(self, phase: str) -> bool:
         """Whether sparse layers select blocks in this phase. If not, they are dense in it."""
@@ -186,6 +192,11 @@ class Settings(LayerSettings):
             raise ValueError(
                 f"chunk_size must be a positive multiple of the block size {size}, got {chunk!r}"
             )
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether this is a program for prompts of many lengths."""
+        return bool(self.sixteenths)
 
     def with_numbers(self, numbers: PyTree) -> "Settings":
         """Puts the numbers of `Policy.for_program` back into the policy."""
@@ -380,7 +391,15 @@ def layer_attention(
             own, lists, is_part = exchange.narrow(piece, lists, keys.shape[2])
             where = {"layer": place, "kv_lengths": own.span.end, "return_lse": is_part, **options}
             if lists is None:
-                chosen = "xla" if settings.implementation == "xla" else None
+                chosen = choose_dense_implementation(
+                    "xla" if settings.implementation == "xla" else None,
+                    own.query,
+                    num_keys=keys.shape[-3],
+                    has_offset=own.start is not None,
+                    return_lse=is_part,
+                    is_padded=settings.is_padded,
+                    kernel_config=settings.kernel_config,
+                )
                 where |= {"query_offset": own.start, "implementation": chosen}
                 out = dense_attention(own.query, keys, values, **where)
             else:

@@ -130,6 +130,15 @@ def test_tile_sizes_change_only_rounding(row_tile, block_step, op):
     assert_equal_masked(case, *run(case, arrays, others, kernel_config=config))
 
 
+def test_dense_attention_computes_no_tile_of_padding_alone():
+    case = Case(op="dense", lengths=(90, 20), block_size=64)
+    arrays, others, _ = draw(case)
+    others["kv_lengths"] = jnp.array([33, 20])
+    out, lse = run(case, arrays, others, kernel_config=KernelConfig(dense_rows=16))
+    assert np.isfinite(lse[:, :48]).all()
+    assert out.shape[1] == 90 and not np.any(out[:, 48:]) and np.isneginf(lse[:, 48:]).all()
+
+
 def test_results_repeat_bit_for_bit_and_do_not_depend_on_the_batch():
     case = Case(lengths=(200, 77, 129), heads=(8, 2), block_size=64)
     arrays, others, _ = jax.device_get(draw(case))

@@ -23,7 +23,10 @@ from sketchwalk_jax import (
     save,
     sketchwalk_attention,
 )
-from sketchwalk_jax.inference.cached_layer import LayerSettings
+from sketchwalk_jax.attention import cudnn
+from sketchwalk_jax.inference.cached_layer import LayerSettings, Settings
+from sketchwalk_jax.inference.steps import read_into_new_cache
+from sketchwalk_jax.models.params import param_shapes
 from sketchwalk_jax.models.transformer import sums_of_rows
 from sketchwalk_jax.pallas_kernels import dispatch
 from sketchwalk_jax.pallas_kernels.dispatch import choose_implementation
@@ -88,9 +91,10 @@ def test_a_kernel_is_chosen_where_it_can_run(usual, change, words, on, monkeypat
 def test_dense_attention_behind_a_cache_takes_full_lists(on):
     on("9.0")
 
-    def choose(asked=None, *, tokens=1, heads=64, keys=128, offset=True):
+    def choose(asked=None, *, tokens=1, heads=64, keys=128, offset=True, **options):
         query = jax.ShapeDtypeStruct((2, tokens, 4, heads), jnp.bfloat16)
-        return dispatch.choose_dense_implementation(asked, query, num_keys=keys, has_offset=offset)
+        options |= {"num_keys": keys, "has_offset": offset}
+        return dispatch.choose_dense_implementation(asked, query, **options)
 
     assert choose() == choose(tokens=64) == "mosaic_gpu"
     assert choose(tokens=64, offset=False) == "cudnn"
@@ -100,8 +104,35 @@ def test_dense_attention_behind_a_cache_takes_full_lists(on):
         choose("mosaic_gpu", keys=100)
     with pytest.raises(NotImplementedError, match="a key for every query, not 128 for 192"):
         choose("mosaic_gpu", tokens=192, offset=False)
+    padded = {"tokens": 8192, "keys": 8192, "offset": False, "is_padded": True}
+    assert choose(**padded) == "mosaic_gpu"
+    assert choose("cudnn", **padded) == choose(**padded | {"keys": 8200}) == "cudnn"
+    assert choose(**padded | {"is_padded": False}) == choose(**padded | {"tokens": 4096}) == "cudnn"
+    assert choose(**padded, kernel_config=KernelConfig(interpret=True)) == "cudnn"
+    on("8.6")
+    assert choose(**padded) == "mosaic_gpu"
+    on("10.0")
+    assert choose(**padded) == "cudnn"
     on("7.5")
-    assert choose() == "xla"
+    assert choose() == choose(**padded) == "xla"
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("tokens", "sixteenths"), [(8192, (8, 16)), (8192, ()), (4096, (8, 16))])
+def test_long_dense_prompts_of_many_lengths_run_on_the_kernel(tokens, sixteenths, on, monkeypatch):
+    """cuDNN computes the rows of padding; it is as fast in programs of one length."""
+    on("9.0")
+    asked = []
+    monkeypatch.setattr(cudnn, "attend_dense", lambda *x, **_: asked.append(len(x)) or x[0])
+    model = dataclasses.replace(
+        tiny.MODEL, head_dim=64, max_position_embeddings=8192, dtype="bfloat16"
+    )
+    settings = Settings(policy=Dense(), model_config=model, sixteenths=sixteenths)
+    prompt = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    read = functools.partial(read_into_new_cache, settings=settings)
+    traced = str(jax.make_jaxpr(read)(param_shapes(model), *prompt))
+    is_kernel = bool(sixteenths) and tokens > 4096
+    assert ("hopper_attention_kernel" in traced, bool(asked)) == (is_kernel, not is_kernel)
 
 
 def test_the_interpreter_needs_no_gpu_and_comes_only_when_asked_for(monkeypatch):

@@ -344,7 +344,7 @@ def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
     info = ["info", "--model", str(model), "--set", "min_tokens=64"]
     assert main([*info, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["break_even"]
-    found = {"tokens": None, "longest": 400, "is_expected": False, "problem": None}
+    found = {"tokens": None, "longest": 400, "width": 32, "is_expected": False, "problem": None}
     assert shown["decode"] == found
     assert main([*info, "--density", "0.9"]) == 0
     assert "decode pays     no measurement of a density of 0.9" in capsys.readouterr().out
