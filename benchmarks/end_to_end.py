@@ -3,9 +3,9 @@
     python benchmarks/end_to_end.py [--out benchmarks/results/end_to_end.json] [--model NAME]
 
 Weights are random, in the shapes of real models: times do not depend on their values. Prompts are
-read as in `generate`; tokens are decoded as there, greedily, from a cache full of normal keys and
-values with the policy's statistics. transformers, with torch's SDPA and the same shapes, runs first
-in its own process, which frees all its memory.
+read by programs for their length, dense ones by cuDNN. Tokens are decoded as in `generate`,
+greedily, from a cache full of normal keys and values with the policy's statistics. transformers,
+with torch's SDPA and the same shapes, runs first in its own process, which frees all its memory.
 
 Rows are added to the file, each with the command and date of its run. So a run can be split into
 parts of some minutes, until nothing is missing:

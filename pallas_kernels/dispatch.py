@@ -23,6 +23,8 @@ FULL_BLOCK = 64
 """Tokens per key block when kernels compute dense attention over lists of all blocks."""
 _SHORT = 4096
 """Columns up to which cuDNN reads a padded prompt as fast as the kernels, and compiles sooner."""
+_MOST_LISTED = 2**26
+"""Most entries of lists of all blocks, 256 MiB; a prompt of 524,288 tokens has so many."""
 
 # Operations with kernels, by GPU. "selection" serves any policy, "prompt selection" and "token
 # selection" the recommended policy (including its cache writes); "linear layers" is decode matmul;
@@ -280,8 +282,8 @@ def choose_dense_implementation(
     """Chooses the implementation of dense attention: cuDNN if it supports the call.
 
     Otherwise, if queries start after position 0, kernels with lists of all blocks, which read
-    caches in place. On GPUs before Blackwell these also read long padded prompts: cuDNN computes
-    the rows of padding too, which takes up to 7 times as long.
+    caches in place. On Hopper GPUs these also read long padded prompts: cuDNN computes the rows of
+    padding too, which takes up to 7 times as long.
 
     Args:
       implementation: A name, or `None` to choose one.
@@ -304,12 +306,12 @@ def choose_dense_implementation(
     cudnn = why_not_cudnn(query, **where, return_lse=return_lse)
     lists = why_not_full_lists(query, **where, interpret=interpret)
     if implementation is None:
-        # On later GPUs, cuDNN has instructions that the kernels do not use.
-        is_before_blackwell = _compute_capability().startswith(("8.", "9."))
-        is_long = is_padded and query.shape[1] > _SHORT and is_before_blackwell
-        if interpret or not (has_offset or is_long):
+        rows = query.shape[1] // FULL_BLOCK
+        is_long = rows > _SHORT // FULL_BLOCK and query.shape[0] * rows**2 <= _MOST_LISTED
+        skips_padding = is_padded and is_long and is_hopper()
+        if interpret or not (has_offset or skips_padding):
             lists = lists or "nobody asked for it"
-        if is_long and lists is None:
+        if skips_padding and lists is None:
             cudnn = cudnn or "it computes the rows of padding"
     return _choose(implementation, DENSE_IMPLEMENTATIONS, (cudnn, lists, None))
 

@@ -115,7 +115,11 @@ def _describe_programs() -> dict[str, Any]:
 def describe_attention(
     policy: Policy, phase: str, model_config: ModelConfig, dtype: str
 ) -> dict[str, Any]:
-    """Names the implementation of attention in a phase, and the reason if it is not a kernel."""
+    """Names the implementation of attention in a phase, and the reason if it is not a kernel.
+
+    If the phase is dense, it is that of a prompt as long as the model's context, or of its last
+    token.
+    """
     row, is_prompt = policy.block_size, phase == "prefill"
     heads = (model_config.num_heads, model_config.head_dim)
     query = jax.ShapeDtypeStruct((1, row if is_prompt else 1, *heads), jnp.dtype(dtype))
@@ -125,7 +129,7 @@ def describe_attention(
     sizes["row_size"] = row if is_prompt else None
     if phase in policy.phases:
         found = choose_implementation(None, query, **sizes)
-    else:  # a prompt in the longest program, or one token after a cache of whole blocks
+    else:
         most = -(-model_config.context_length // FULL_BLOCK) * FULL_BLOCK
         where: dict[str, Any] = {"num_keys": most, "has_offset": not is_prompt, "is_padded": True}
         long = jax.ShapeDtypeStruct((1, most if is_prompt else 1, *heads), query.dtype)
@@ -226,7 +230,7 @@ def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) 
     if isinstance(of_model, RecommendedConfig) and of_model.keeps_all(phase, *places):
         found = f"nowhere: it keeps all keys up to {longest:,} tokens"
     if isinstance(found, str):
-        return dict.fromkeys(names) | {"problem": found}
+        return dict.fromkeys(names) | {"is_expected": False, "problem": found}
     return {name: getattr(found, name) for name in names} | {"problem": None}
 
 
@@ -352,14 +356,14 @@ def _where(
     tokens: int | None,
     longest: int | None,
     width: int | None,
-    is_expected: bool | None,
+    is_expected: bool,
     problem: str | None,
 ) -> str:
     """Says from which length on a policy pays."""
     if problem is not None:
         return problem
-    how = "expected, not measured on this device," if is_expected else "measured"
-    how += f" with attention {width:,} wide"
+    how = "expected, not measured on this device," if is_expected else "measured with"
+    how += f" attention {width:,} wide"
     if tokens is None:
         return f"nowhere up to {longest:,} tokens, where attention is dense by default ({how})"
     return f"from {tokens:,} tokens on, below which attention is dense by default ({how})"

@@ -9,10 +9,11 @@ import checkpoints
 import jax
 import numpy as np
 import pytest
+import tiny
 from quality_rows import DENSE, make_rows
 
 from sketchwalk_jax import Dense, SketchWalkConfig, calibration, language_model, make_generate
-from sketchwalk_jax.cli import evaluate, main, options
+from sketchwalk_jax.cli import evaluate, info, main, options
 from sketchwalk_jax.evaluation.tables import pool, rows_with
 from sketchwalk_jax.inference.sampling import Sampling
 from sketchwalk_jax.models.tensor_files import TensorFiles
@@ -365,6 +366,16 @@ def test_info_says_what_runs_for_prompts_tokens_and_selection(model: Path, sketc
     assert [line.split()[1].rstrip(":") for line in other[2:6]] == ["cudnn", "xla", "xla", "xla"]
     paper = sketchwalk(*command, "--preset", "paper")[0].splitlines()[5]
     assert "xla: it needs an NVIDIA GPU of compute capability 9.0" in paper
+
+
+@pytest.mark.parametrize(("capability", "prompts"), [("9.0", "mosaic_gpu"), ("8.0", "cudnn")])
+def test_info_says_what_reads_a_dense_prompt_as_long_as_the_context(
+    capability, prompts, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+    config = dataclasses.replace(tiny.MODEL, head_dim=64, max_position_embeddings=131072)
+    found = info.describe_attention(Dense(), "prefill", config, "bfloat16")
+    assert found["implementation"] == prompts
 
 
 def test_without_a_model_the_bundled_one_is_taken(model: Path, sketchwalk, generate, monkeypatch):

@@ -109,10 +109,12 @@ def test_dense_attention_behind_a_cache_takes_full_lists(on):
     assert choose("cudnn", **padded) == choose(**padded | {"keys": 8200}) == "cudnn"
     assert choose(**padded | {"is_padded": False}) == choose(**padded | {"tokens": 4096}) == "cudnn"
     assert choose(**padded, kernel_config=KernelConfig(interpret=True)) == "cudnn"
-    on("8.6")
-    assert choose(**padded) == "mosaic_gpu"
-    on("10.0")
-    assert choose(**padded) == "cudnn"
+    longest = padded | {"tokens": 2**18, "keys": 2**18}  # for 2 sequences, lists of 2**25 entries
+    assert choose(**longest) == "mosaic_gpu"
+    assert choose(**longest | {"tokens": 2**19, "keys": 2**19}) == "cudnn"
+    for later in ("8.0", "10.0"):
+        on(later)
+        assert choose(**padded) == "cudnn"
     on("7.5")
     assert choose() == choose(**padded) == "xla"
 
@@ -123,7 +125,12 @@ def test_long_dense_prompts_of_many_lengths_run_on_the_kernel(tokens, sixteenths
     """cuDNN computes the rows of padding; it is as fast in programs of one length."""
     on("9.0")
     asked = []
-    monkeypatch.setattr(cudnn, "attend_dense", lambda *x, **_: asked.append(len(x)) or x[0])
+
+    def attend(query, *_, **__):
+        asked.append(query.shape)
+        return query
+
+    monkeypatch.setattr(cudnn, "attend_dense", attend)
     model = dataclasses.replace(
         tiny.MODEL, head_dim=64, max_position_embeddings=8192, dtype="bfloat16"
     )

@@ -325,11 +325,12 @@ def test_a_kernel_under_vmap_is_interpreted_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", [70, 1])
-def test_dense_attention_behind_a_cache_is_that_of_xla(num_tokens, capfd):
+@pytest.mark.parametrize(("num_tokens", "has_offset"), [(70, True), (1, True), (192, False)])
+def test_dense_attention_over_full_lists_is_that_of_xla(num_tokens, has_offset, capfd):
     skip_unless_it_runs("prefill" if num_tokens > 1 else "decode")
     rng = np.random.default_rng(num_tokens)
-    offset, lengths = jnp.array([100, 0, 33]), jnp.array([170, 1, 20])
+    offset = jnp.array([100, 0, 33]) if has_offset else None
+    lengths = jnp.array([170, 1, 20])
     query = jnp.asarray(rng.normal(size=(3, num_tokens, 4, 64)), jnp.bfloat16)
     key, value = jnp.asarray(rng.normal(size=(2, 2, 3, 192, 2, 64)), jnp.bfloat16)
     where = {"layer": 1, "query_offset": offset, "kv_lengths": lengths}
@@ -337,7 +338,8 @@ def test_dense_attention_behind_a_cache_is_that_of_xla(num_tokens, capfd):
     wanted = attend(implementation="xla")
     out = attend(implementation="mosaic_gpu", kernel_config=KERNELS)
     # Queries after the last key are padding, except in decode.
-    is_query = np.asarray(offset)[:, None] + np.arange(num_tokens) < np.asarray(lengths)[:, None]
+    first = np.asarray(offset)[:, None] if has_offset else 0
+    is_query = first + np.arange(num_tokens) < np.asarray(lengths)[:, None]
     for row in range(3):
         own = is_query[row] | (num_tokens == 1)
         pair = (np.asarray(x[row], np.float32)[own] for x in (out, wanted))

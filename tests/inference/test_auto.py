@@ -346,6 +346,9 @@ def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
     shown = json.loads(capsys.readouterr().out)["break_even"]
     found = {"tokens": None, "longest": 400, "width": 32, "is_expected": False, "problem": None}
     assert shown["decode"] == found
+    assert main(info) == 0
+    assert "nowhere up to 400 tokens" in (text := capsys.readouterr().out)
+    assert "(measured with attention 32 wide)" in text
     assert main([*info, "--density", "0.9"]) == 0
     assert "decode pays     no measurement of a density of 0.9" in capsys.readouterr().out
     assert main(info[:3]) == 0
