@@ -764,9 +764,12 @@ def representative_queries(
     usable = valid.reshape(batch, -1, 1, block_size) & jnp.all(jnp.isfinite(rows), axis=-1)
     rows = jnp.where(usable[..., None], rows, 0.0)
     number = jnp.sum(usable, axis=-1, keepdims=True, dtype=jnp.float32)
-    newest = mean = jnp.sum(rows, axis=-2) / jnp.maximum(number, 1.0)
-    taken, distance = [mean], jnp.where(usable, LARGEST, -1.0)
-    for _ in range(count - 1):
+    mean = jnp.sum(rows, axis=-2) / jnp.maximum(number, 1.0)
+
+    def take(
+        carry: tuple[Array, Array, Array], _: None
+    ) -> tuple[tuple[Array, Array, Array], Array]:
+        usable, distance, newest = carry
         away = jnp.sum((rows - newest[..., None, :]) ** 2, axis=-1)
         distance = jnp.where(usable, jnp.minimum(distance, away), -1.0)
         place = jnp.argmax(distance, axis=-1)[..., None]
@@ -774,8 +777,12 @@ def representative_queries(
         is_left = jnp.take_along_axis(usable, place, axis=-1)
         newest = jnp.where(is_left, found, mean)
         usable = usable & (jnp.arange(block_size)[None, None, None] != place)
-        taken.append(newest)
-    return jnp.stack(taken, axis=2).astype(query.dtype)  # [B I R N H]
+        return (usable, distance, newest), newest
+
+    start = (usable, jnp.where(usable, LARGEST, -1.0), mean)
+    _, others = jax.lax.scan(take, start, length=count - 1)  # unrolled, it compiles much longer
+    taken = jnp.concatenate([mean[None], others])
+    return jnp.moveaxis(taken, 0, 2).astype(query.dtype)  # [B I R N H]
 
 
 @functools.lru_cache(maxsize=64)
