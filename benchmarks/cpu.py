@@ -41,7 +41,7 @@ MODEL = ModelConfig(
     head_dim=32,
     max_position_embeddings=65536,
 )
-POLICIES = {"dense": sw.Dense(), "sparse": sw.SketchWalkConfig.paper(density=DENSITY)}
+POLICIES = {"dense": sw.Dense(), "sparse": sw.SketchWalkConfig.recommended(density=DENSITY)}
 Row = dict[str, Any]
 
 
@@ -94,7 +94,7 @@ def row(part: str, tokens: int, name: str, times: dict[str, list[float]]) -> Row
 
 
 def layer_selection(
-    query: jax.Array, key: jax.Array, config: sw.SketchWalkConfig
+    query: jax.Array, key: jax.Array, config: sw.RecommendedConfig
 ) -> sw.BlockSelection:
     """Computes the block indices of `sketchwalk_attention` in its first layer."""
     batch, length = query.shape[:2]

@@ -42,6 +42,7 @@ def test_distributions_are_compared_as_the_equations_say(monkeypatch):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_widened_weights_are_the_quantised_ones():
     params = init_params(jax.random.key(0), tiny.MODEL)
     narrow = quantize_params(params, "float8")

@@ -122,6 +122,8 @@ def started(model: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch):
             raise ValueError("stop")
 
         monkeypatch.setattr(language_model, "Stream", stop)
+        # The programs would compile all the same, beside other tests.
+        monkeypatch.setattr(language_model.LanguageModel, "warm_up", lambda *_, **__: None)
         words = [command, "--model", model, *arguments]
         if command == "generate" and "--prompt" not in arguments:
             words += ["--prompt-file", prompt_file]

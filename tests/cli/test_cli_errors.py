@@ -20,6 +20,12 @@ from sketchwalk_jax.text import tokenizer
 from sketchwalk_jax.text.tokenizer import load_tokenizer
 
 
+@pytest.fixture(autouse=True)
+def _without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles no programs for commands that fail meanwhile."""
+    monkeypatch.setattr(language_model.LanguageModel, "warm_up", lambda *_, **__: None)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
@@ -329,8 +335,7 @@ def test_warnings_take_one_line(model, capsys, monkeypatch):
         raise ValueError("stop")
 
     monkeypatch.setattr(language_model, "Stream", stream)
-    # Filters of warnings belong to all threads, also to those that compile.
-    monkeypatch.setattr(language_model.LanguageModel, "warm_up", lambda *_, **__: None)
+    # Filters of warnings belong to all threads, also to those that compile for other tests.
     for program in compiled._all:
         for one in [*program._programs.values()]:
             one.exception()  # waits

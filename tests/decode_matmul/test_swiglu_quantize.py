@@ -203,8 +203,8 @@ def test_a_layer_has_its_mlp_from_the_kernel():
     "case",
     [
         ("int8", jnp.bfloat16, 3, False),
-        ("float8", jnp.float32, 3, False),
-        ("float8", jnp.bfloat16, 1, False),
+        pytest.param(("float8", jnp.float32, 3, False), marks=pytest.mark.slow),
+        pytest.param(("float8", jnp.bfloat16, 1, False), marks=pytest.mark.slow),
         ("float8", jnp.bfloat16, 3, True),
     ],
 )

@@ -12,6 +12,7 @@ import tiny
 from checkpoints import write_checkpoint
 from flax import nnx
 from tolerances import tolerance
+from variants import slow_unless
 
 from sketchwalk_jax import (
     Sampling,
@@ -49,7 +50,7 @@ def _linen(params, model_config, *args, method="__call__", **options):
 
 both = pytest.mark.parametrize("call", [_nnx, _linen], ids=["nnx", "linen"])
 families = pytest.mark.parametrize(
-    "family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", "qwen3_moe"]
+    "family", slow_unless("qwen3_moe".__eq__, ["llama", "qwen2", "qwen3", "qwen3_moe"])
 )
 
 

@@ -281,7 +281,7 @@ def run(config, *, tokens=40, **options):
     ("breaks", "given", "phase"),
     [
         ((41, 42), Dense(block_size=16), "both"),
-        ((40, 42), PAPER, "prefill"),
+        pytest.param((40, 42), PAPER, "prefill", marks=pytest.mark.slow),
         pytest.param((41, 41), PAPER, "decode", marks=pytest.mark.slow),
         pytest.param((40, 41), PAPER, "both", marks=pytest.mark.slow),
     ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from variants import slow_unless
 
 from sketchwalk_jax import dense_attention, forward
 from sketchwalk_jax.models import experts, quantize_params
@@ -53,7 +54,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * np.max(np.abs(other)))
 
 
-@pytest.mark.parametrize("has_empty_groups", [False, True])
+@pytest.mark.parametrize("has_empty_groups", slow_unless(bool, [False, True]))
 def test_gradients_equal_those_of_all_experts(has_empty_groups, monkeypatch):
     if has_empty_groups:  # as on a GPU
         monkeypatch.setattr(experts, "_count", lambda groups: len(groups.expert))
@@ -67,6 +68,7 @@ def test_gradients_equal_those_of_all_experts(has_empty_groups, monkeypatch):
     assert not np.any(found[1][0][~IS_TOKEN])
 
 
+@pytest.mark.slow
 def test_bfloat16_sums_over_a_long_prompt_are_rounded_once():
     """Each of two experts has some 64 groups."""
     config = dataclasses.replace(MODEL, num_experts=2, experts_per_token=1, hidden_size=16)
@@ -124,6 +126,7 @@ def test_gradients_of_a_model_equal_those_of_all_experts():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5 * np.max(np.abs(other)))
 
 
+@pytest.mark.slow
 def test_transformations_of_a_gradient():
     x, *others = drawn(tiny.params(model=MODEL))
     gradient, pair = jax.jit(jax.grad(loss)), jnp.stack([x, -x])

@@ -123,7 +123,7 @@ def prompts():
     )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_unless(["mixed", "capped"].__contains__, CONFIGS))
 def test_lists_are_those_of_the_rule(name):
     config, aware = CONFIGS[name], set()
     for found, prompt in zip(listed(config, prompts()), prompts(), strict=True):

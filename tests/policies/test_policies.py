@@ -357,7 +357,10 @@ def test_generation_at_full_density_equals_dense_and_chunks_change_nothing(name)
 
 
 # `test_prefill_decode` runs the recommended policy in a model, this test each in a layer.
-@pytest.mark.parametrize("name", SOME_AND_ALL)
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(["recommended", "oracle", "quest", "flexprefill"].__contains__, SOME_AND_ALL),
+)
 def test_one_layer_at_full_density_equals_dense(name):
     some, everything = SOME_AND_ALL[name]
     reads_densely = name in ("quest", "adamas")
