@@ -18,6 +18,11 @@ def slow_unless(is_kept: Callable[[Any], bool], values: Iterable[Any]) -> list[A
     return [x if is_kept(x) else pytest.param(x, marks=pytest.mark.slow) for x in values]
 
 
+def weekly(values: Iterable[Any]) -> list[Any]:
+    """Returns the values with the marker `weekly`."""
+    return [pytest.param(x, marks=pytest.mark.weekly) for x in values]
+
+
 def cpu_devices(count: int) -> str:
     """Returns XLA's flags for a process that pretends to have so many devices."""
     flags = f"--xla_force_host_platform_device_count={count}"

@@ -221,17 +221,17 @@ def _of_code(op: str, head_dim: int, *heads: tuple[int, int]) -> list[AttentionK
     return [x for x in CODE_SHAPES if (x.op, x.head_dim) == (op, head_dim) and x.heads in heads]
 
 
-# Cases by GPU. Hopper and 8.0 get every size that they take; a head_dim other than 64 and 128 is
-# padded. Other GPUs get the cases most likely to run out of registers, of which Blackwell's
+# Cases by GPU. Hopper and 8.0 get pairs of the sizes that they take; a head_dim other than 64 and
+# 128 is padded. Other GPUs get the cases most likely to run out of registers, of which Blackwell's
 # assembler uses more, or of shared memory, of which 8.6 and 8.9 have least.
 _SHAPES = {
     "9.0": [
-        *_pairs(1, 3, 4, 7, 8),
+        *_pairs(1, 7, 8),
         Prefill(heads=(32, 8), lengths=(4096,), head_dim=80),
         Pages(heads=(32, 8), lengths=(4096,), head_dim=96),
     ],
     "8.0": [
-        *_pairs(1, 4, 7),
+        *_pairs(1, 7),
         Decode(heads=(32, 2), lengths=(4096,)),
         Pages(heads=(32, 8), lengths=(4096,), head_dim=80),
     ],

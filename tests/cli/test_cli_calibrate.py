@@ -69,7 +69,7 @@ def test_a_plan_is_measured_and_stands_where_load_finds_it(measured):
     assert not [path for path in measured.iterdir() if path.name.endswith(".partial")]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_table_has_a_line_for_each_layer(model, tmp_path, sketchwalk):
     out = tmp_path / "plan.json"
     printed, err = sketchwalk("calibrate", "--model", model, *MEASURE, "--prompts", 2, "--out", out)
@@ -112,7 +112,7 @@ def test_a_plan_that_is_there_is_kept_unless_told_otherwise(planned, sketchwalk)
     assert plan_path(planned).read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_plan_of_another_model_is_replaced_and_changes_nothing(measured, tmp_path, sketchwalk):
     other = write_model(tmp_path / "other")
     tiny.plan((0.1, 0.2), (1.0, 0.5)).write(plan_path(other), measured={})

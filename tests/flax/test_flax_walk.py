@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tolerances import tolerance
-from variants import slow_unless
+from variants import slow_unless, weekly
 
 from sketchwalk_jax import SketchWalkConfig, init_walk, sketchwalk_attention
 from sketchwalk_jax.flax import (
@@ -157,7 +157,13 @@ def _apply(model, variables, x, mask=None):
     return model.apply(variables, x, mask, mutable=["walk"])
 
 
-@pytest.mark.parametrize("name", slow_unless("paper".__eq__, CONFIGS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *slow_unless("paper".__eq__, ("paper", "released", "set")),
+        *weekly(("no_dense_layers", "damped", "all_dense", "empty_set")),
+    ],
+)
 def test_layers_share_the_walk_of_a_scan(name):
     config = CONFIGS[name]
     model, (expected, _) = _Nnx(WalkAttention(config)), _scan(_inputs(), config=config)
@@ -191,7 +197,7 @@ def test_masks_of_right_padding_become_lengths(lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [10, 64, 100])
+@pytest.mark.parametrize("tokens", [64, *weekly((10, 100))])
 def test_defaults_attend_to_all_of_short_sequences(tokens):
     """The default policy keeps at least 256 tokens, so all of this equals dense attention."""
     x = _inputs()[:, :tokens]

@@ -9,7 +9,7 @@ from pathlib import Path
 import hopper
 import pytest
 from compiling import compile_for
-from variants import slow_unless
+from variants import slow_unless, weekly
 
 FILE = Path(__file__).parents[1] / "model_cases.py"
 # Limits of launches per layer. In caches as long as these, one launch adds up heads for the lists.
@@ -53,6 +53,12 @@ def written(found: dict, *, limit: int) -> list[str]:
 
 
 KEPT = ("decode_llama_1b", "decode_llama_1b_on_ampere", "read_llama_8b")  # on every change
+WEEKLY = {f"decode_llama_8b_{x}" for x in ("long", "dense", "paper")} | {
+    "decode_llama_1b_on_ampere_dense",
+    "decode_qwen_7b_dense",
+    "decode_qwen_30b_float8",
+    "decode_qwen_30b_of_8",
+}
 
 
 def compile_program(name):
@@ -61,7 +67,13 @@ def compile_program(name):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", slow_unless(KEPT.__contains__, DECODING))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *slow_unless(KEPT.__contains__, (x for x in DECODING if x not in WEEKLY)),
+        *weekly(x for x in DECODING if x in WEEKLY),
+    ],
+)
 def test_a_decoded_token_copies_nothing(name):
     found, launches = compile_program(name), DECODING[name]
     has_ranks = name.endswith(("_on_2", "_by_blocks"))

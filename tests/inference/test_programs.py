@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from tiny import MODEL, POLICIES, SPARSE, params, plan, prompts
-from variants import slow_unless
+from variants import slow_unless, weekly
 
 import sketchwalk_jax as sw
 from sketchwalk_jax.inference import compiled, generation
@@ -63,7 +63,16 @@ def _of_generation(compilations):
 # Sharing.
 
 
-@pytest.mark.parametrize("name", slow_unless("recommended".__eq__, ANY))
+SOME = ("recommended", "planned", "quest", "minference", "oracle")  # the others each week
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *slow_unless("recommended".__eq__, SOME),
+        *weekly(x for x in ANY if x not in SOME),
+    ],
+)
 def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name):
     """Under the caller's `jit`, shapes are those of the prompts, and budgets are constants."""
     tokens, lengths = prompts(301, 150)

@@ -152,8 +152,8 @@ def test_a_model_with_experts_keeps_its_promises():
         pytest.param("float8", 150, None, marks=pytest.mark.slow),
         pytest.param(None, 400, 200, marks=pytest.mark.slow),
         pytest.param("float8", 3, None, marks=pytest.mark.slow),
-        pytest.param(None, 150, None, marks=pytest.mark.slow),
-        pytest.param("float8", 400, 200, marks=pytest.mark.slow),
+        pytest.param(None, 150, None, marks=pytest.mark.weekly),
+        pytest.param("float8", 400, 200, marks=pytest.mark.weekly),
     ],
 )
 def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
@@ -181,8 +181,8 @@ def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
     [
         (None, 1),
         pytest.param("float8", 2, marks=pytest.mark.slow),
-        pytest.param(None, 2, marks=pytest.mark.slow),
-        pytest.param("float8", 1, marks=pytest.mark.slow),
+        pytest.param(None, 2, marks=pytest.mark.weekly),
+        pytest.param("float8", 1, marks=pytest.mark.weekly),
     ],
 )
 def test_kernels_mix_decoded_tokens_and_normalise_them(kind, num_tokens):

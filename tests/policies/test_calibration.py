@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from tolerances import tolerance
+from variants import weekly
 
 from sketchwalk_jax import Dense, calibration, generate, init_cache, prefill
 from sketchwalk_jax.calibration import calibrate, fit_thresholds
@@ -38,7 +39,7 @@ def measured(weights, policy, tokens, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["minference", "flexprefill", "floor"])
+@pytest.mark.parametrize("name", ["minference", *weekly(["flexprefill", "floor"])])
 def test_density_is_reached_on_the_prompts_given(weights, name):
     if name == "floor":  # the threshold alone does not reach the density
         prompts, density, tolerated = (300,), 0.5, 0.1
