@@ -45,12 +45,16 @@ CAN_INTERPRET_PREFILL = jax.__version_info__ >= (0, 12)
 pytestmark = pytest.mark.interpreted
 
 
-def on_each_kernel(cases, kept=()):
-    """Parametrizes a test by case and kind of kernel; cases not kept get the marker `slow`."""
+def on_each_kernel(cases, kept=(), of_a_week=()):
+    """Parametrizes a test by case and kind of kernel; cases not kept get the marker `slow`.
+
+    Cases `of_a_week` get the marker `weekly` instead.
+    """
     rows = []
-    for case in cases:
+    for case in (*cases, *of_a_week):
         kinds = (True, False) if case.op == "prefill" else (False,)  # one kernel decodes
         marks = () if kept and str(case).startswith(kept) else pytest.mark.slow
+        marks = pytest.mark.weekly if case in of_a_week else marks
         rows += [pytest.param(dataclasses.replace(case, is_hopper=x), marks=marks) for x in kinds]
     return pytest.mark.parametrize("case", rows, ids=str)
 
@@ -118,14 +122,17 @@ SIZES = [
             hopper_attention,
             {"num_multiprocessors": programs},
         )
-        for head_dim in (64, 128)
-        for programs in (1, 3)
+        for head_dim, programs in ((64, 3), (128, 1))
     ),
     # Small and large steps; fewer and more steps in flight than a list may have.
     *(
         (form(heads=(4, 2), lengths=(200, 70), head_dim=64), attention, {"sizes": sizes})
-        for form in (Prefill, Pages)
-        for sizes in ((32, 1), (32, 3), (64, 1), (64, 3))
+        for form, sizes in (
+            (Prefill, (32, 1)),
+            (Prefill, (64, 3)),
+            (Pages, (32, 3)),
+            (Pages, (64, 1)),
+        )
     ),
     # Few and many parts, combined in rounds; two and more stages in shared memory.
     *(
@@ -134,8 +141,12 @@ SIZES = [
             decode_attention,
             {"num_splits": splits, "sizes": (1, stages)},
         )
-        for heads in ((4, 2), (12, 1))
-        for splits, stages in ((2, 4), (1, 2), (3, 5), (20, 3))
+        for heads, splits, stages in (
+            ((4, 2), 2, 4),
+            ((4, 2), 20, 3),
+            ((12, 1), 1, 2),
+            ((12, 1), 3, 5),
+        )
     ),
 ]
 
@@ -157,7 +168,7 @@ OWN_PAGES = Pages(heads=(16, 1), lengths=(180,), lists="head", head_dim=64)
     ("case", "sizes"),
     [
         (dataclasses.replace(OWN_PAGES, is_hopper=True), None),
-        (OWN_PAGES, (64, 2)),
+        pytest.param(OWN_PAGES, (64, 2), marks=pytest.mark.weekly),
         (OWN_PAGES, (32, 1)),
     ],
     ids=str,
@@ -351,20 +362,22 @@ def test_dense_attention_over_full_lists_is_that_of_xla(num_tokens, has_offset, 
 NOT_FINITE = [
     Prefill(heads=(3, 1), lengths=(150, 200, 65), head_dim=64),
     Prefill(heads=(2, 1), lengths=(250, 300), block_size=128, return_lse=False),
-    Prefill(heads=(4, 2), lengths=(193, 70), lists="head", dtype="float16"),
-    Prefill(heads=(2, 2), lengths=(130, 192), head_dim=64, block_size=128),
     Prefill(heads=(2, 1), lengths=(300, 230), first_blocks=(2, 1)),
-    Pages(heads=(3, 1), lengths=(300, 65), head_dim=64),
     Pages(heads=(4, 2), lengths=(130, 193), lists="head", dtype="float16"),
     Pages(heads=(2, 1), lengths=(330, 250), first_blocks=(2, 1), return_lse=False),
     Decode(heads=(4, 2), lengths=(193, 100), lists="kv_head", head_dim=64),
     Decode(heads=(8, 1), lengths=(300, 77), block_size=16),
     Decode(heads=(14, 2), lengths=(500,), head_dim=64),
 ]
+NOT_FINITE_OF_A_WEEK = [
+    Prefill(heads=(4, 2), lengths=(193, 70), lists="head", dtype="float16"),
+    Prefill(heads=(2, 2), lengths=(130, 192), head_dim=64, block_size=128),
+    Pages(heads=(3, 1), lengths=(300, 65), head_dim=64),
+]
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@on_each_kernel(NOT_FINITE)
+@on_each_kernel(NOT_FINITE, of_a_week=NOT_FINITE_OF_A_WEEK)
 def test_what_is_not_finite_reaches_those_who_see_it_alone(case, attend):
     arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 0))
     clean, num_reached = attend(arguments), 0
