@@ -76,20 +76,6 @@ def queries_per_row(wanted: int) -> int:
     return next((one for one in (8, 16) if wanted <= one), -(-wanted // PART) * PART)
 
 
-def last_block(first: Any, last: Any, length: Any) -> Any:
-    """Returns the last block that a program with the rows from `first` to `last` must visit.
-
-    Rows after the last token are padding, whose scores are never used. A program that has no other
-    rows visits only the first block.
-
-    Example:
-      >>> [int(last_block(*rows, 300)) for rows in ((0, 3), (4, 7), (5, 8))]
-      [3, 4, 0]
-    """
-    last = jnp.minimum(last, jax.lax.div(length - 1, max_logits.BLOCK))
-    return jnp.where(first <= last, last, 0)
-
-
 # Page max logits
 
 
@@ -97,7 +83,6 @@ def _max_logits(
     query: Any,
     key: Any,
     first_row: Any,
-    lengths: Any,
     out: Any,
     factor: Any,
     *,
@@ -115,9 +100,7 @@ def _max_logits(
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     # Tiles with many blocks come first.
     tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
-    of_tile = tile * TILE, tile * TILE + TILE - 1
-    ends = (first_row[batch] + jax.lax.div(query, per_row) for query in of_tile)
-    last = last_block(*ends, lengths[batch])
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
     num_groups = key.shape[2]
     # Write whole groups; numbers beyond the last row are never used.
     groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, num_groups)
@@ -193,21 +176,19 @@ def hopper_max_logits_kernel(
     key: Float[Array, "B K G lines 128"],
     *,
     first_row: Int[Array, "B"],
-    lengths: Int[Array, "B"],
     per_row: int,
     wanted: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K P M"], Float[Array, "B K M"]]:
     """Computes page max logits, `max_logits` of the module, in two factors.
 
-    Pages after a query's own row or the last token's have arbitrary numbers.
+    Pages after a query's own row have arbitrary numbers.
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
       key: Keys relative to their block's zero point, float8_e4m3fn, laid out as in
         `hopper_max_logits`.
       first_row: Block index of each sequence's first row.
-      lengths: Number of keys in each sequence.
       per_row: Queries per row, with padding.
       wanted: Queries per row, without padding; the padding's factors are NaN.
       interpret: Whether the interpreter runs the kernel.
@@ -243,7 +224,7 @@ def hopper_max_logits_kernel(
         interpret=interpret,
         kernel_name="page_max_logits",
     )
-    return kernel(query, key, first_row.astype(jnp.int32), lengths.astype(jnp.int32))
+    return kernel(query, key, first_row.astype(jnp.int32))
 
 
 # Scores
@@ -289,7 +270,6 @@ def _scores(
     query: Any,
     zero_point: Any,
     first_row: Any,
-    lengths: Any,
     out: Any,
     *,
     tiling: ScoresTiling,
@@ -308,9 +288,8 @@ def _scores(
     place = program * _WARPGROUPS + warpgroup
     first = jax.lax.div(place * PART, tiling.per_row)  # index of its first row in the call
     part = jax.lax.rem(place, tiling.parts)
-    of_both = program * _WARPGROUPS * PART, (program + 1) * _WARPGROUPS * PART - 1
-    ends = (first_row[batch] + jax.lax.div(query, tiling.per_row) for query in of_both)
-    last = last_block(*ends, lengths[batch])
+    last_query = (program + 1) * _WARPGROUPS * PART - 1  # of both warpgroups
+    last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
     steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
     shape, own = (_STEP, PART), pl.ds(place * PART, PART)
     ready = arrived.at[warpgroup]
@@ -466,7 +445,6 @@ def hopper_page_scores_kernel(
     zero_point: Float[Array, "B blocks K C"],
     *,
     first_row: Int[Array, "B"],
-    lengths: Int[Array, "B"],
     per_row: int,
     scale: float,
     exponent: int,
@@ -480,15 +458,13 @@ def hopper_page_scores_kernel(
       query: The queries in 16 bits.
       zero_point: Zero points of the blocks in 16 bits.
       first_row: Block index of each sequence's first row.
-      lengths: Number of keys in each sequence.
       per_row: Queries per row, from `queries_per_row`.
       scale: Factor of the products.
       exponent: Order of the norm.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block, and for
-      rows after the last token.
+      Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block.
     """
     batch, kv_heads, num_queries, channels = query.shape
     tiling = ScoresTiling(
@@ -522,6 +498,5 @@ def hopper_page_scores_kernel(
         interpret=interpret,
         kernel_name="block_scores",
     )
-    numbers = (x.astype(jnp.int32) for x in (first_row, lengths))
-    found = kernel(max_logits, factor, query, zero_point, *numbers)
+    found = kernel(max_logits, factor, query, zero_point, first_row.astype(jnp.int32))
     return found.reshape(*shape[:4], -1)

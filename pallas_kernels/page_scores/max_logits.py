@@ -38,7 +38,6 @@ from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_SCALE
-from sketchwalk_jax.pallas_kernels.page_scores.hopper import last_block
 
 QUERIES = 64  # per warp
 TILE = QUERIES * row_ops.WARPS
@@ -68,9 +67,7 @@ def _find_max_logits(
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     # Tiles with many blocks come first.
     tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
-    of_tile = tile * TILE, tile * TILE + TILE - 1
-    ends = (first_row[batch] + jax.lax.div(query, per_row) for query in of_tile)
-    last = last_block(*ends, lengths[batch])
+    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
     first = jax.lax.axis_index("part") * _PART
     end = jnp.minimum(jnp.minimum(last + 1, quantized.shape[2]), first + _PART)
     last_key = jnp.maximum(lengths[batch] - 1, 0)
@@ -331,7 +328,7 @@ def max_logits_kernel(
 ) -> Float[Array, "B K P M"]:
     """Computes page max logits, `max_logits` of the module.
 
-    Pages after a query's own row or the last token's have arbitrary numbers.
+    Pages after a query's own row have arbitrary numbers.
 
     Args:
       query: Queries rounded to eight bits and doubled, as float16, row after row (`round_queries`);

@@ -30,7 +30,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels.config import SCORED_BLOCK, SCORED_PAGES
+from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
@@ -49,7 +49,6 @@ def _score(
     query: Any,
     zero_point: Any,
     first_row: Any,
-    lengths: Any,
     out: Any,
     *,
     sizes: ScoresTiling,
@@ -65,9 +64,7 @@ def _score(
             _interpreted(given, place + warp, kv_head, start, sizes=sizes)
         return
 
-    last_row = jax.lax.div(lengths[batch] - 1, SCORED_BLOCK)
-
-    @mlir.emit(*given, numbers=(place, kv_head, start, last_row))
+    @mlir.emit(*given, numbers=(place, kv_head, start))
     def _(*values: Any) -> None:
         _Warp(sizes, *values).run()
 
@@ -118,7 +115,6 @@ class _Warp:
         place: ir.Value,
         kv_head: ir.Value,
         start: ir.Value,
-        last_row: ir.Value,
     ) -> None:
         """Computes the thread's addresses.
 
@@ -132,7 +128,6 @@ class _Warp:
           place: Index of the first warp's group of 32 queries.
           kv_head: Index of the key/value head.
           start: Block index of the sequence's first row.
-          last_row: Block index of its last token.
         """
         self._sizes, self._max_logits, self._factor = sizes, max_logits, factor
         self._query, self._zero_point, self._out = query, zero_point, out
@@ -150,10 +145,8 @@ class _Warp:
         self._row_of_thread = arith.divui(self._own, _int(sizes.per_row))
         most = _int(sizes.blocks - 1)
         self._reach = arith.minsi(arith.addi(start, self._row_of_thread), most)
-        first = arith.addi(start, self._first)
-        last = arith.minsi(arith.addi(first, _int(sizes.rows - 1)), arith.minsi(last_row, most))
-        # Rows after the last token are padding: a warp that has no other rows takes one step.
-        last = arith.select(mlir.compare("sle", first, last), last, _int(0))
+        last = arith.addi(arith.addi(start, self._first), _int(sizes.rows - 1))
+        last = arith.minsi(last, most)
         self._steps = arith.addi(arith.divui(last, _int(_BLOCKS)), _int(1))
 
     def run(self) -> None:
@@ -395,7 +388,6 @@ def page_scores_kernel(
     zero_point: Float[Array, "B J K C"],
     *,
     first_row: Int[Array, "B"],
-    lengths: Int[Array, "B"],
     per_row: int,
     scale: float,
     exponent: int,
@@ -424,8 +416,7 @@ def page_scores_kernel(
         interpret=interpret,
         kernel_name="page_scores_kernel",
     )
-    numbers = (x.astype(jnp.int32) for x in (first_row, lengths))
-    return kernel(max_logits, factor, query, zero_point, *numbers)
+    return kernel(max_logits, factor, query, zero_point, first_row.astype(jnp.int32))
 
 
 _int = mlir.constant
