@@ -157,12 +157,12 @@ def _apply(model, variables, x, mask=None):
     return model.apply(variables, x, mask, mutable=["walk"])
 
 
+SOME = ("paper", "released", "set")  # the others each week
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        *slow_unless("paper".__eq__, ("paper", "released", "set")),
-        *weekly(("no_dense_layers", "damped", "all_dense", "empty_set")),
-    ],
+    [*slow_unless("paper".__eq__, SOME), *weekly(x for x in CONFIGS if x not in SOME)],
 )
 def test_layers_share_the_walk_of_a_scan(name):
     config = CONFIGS[name]
