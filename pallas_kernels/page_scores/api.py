@@ -113,9 +113,7 @@ def page_scores_of_kernels(
 
     def score(part: tuple[Array, Array]) -> Float[Array, "B Q P"]:
         index, own = part
-        # Rows without tokens are scored as a prompt's first ones, which have the fewest keys.
-        first_row = rows[:, 0] + index * tile
-        found = score_tile(own, jnp.where(first_row * SCORED_BLOCK < kv_lengths, first_row, 0))
+        found = score_tile(own, rows[:, 0] + index * tile)
         found = found[..., : num_blocks * SCORED_PAGES]
         if heads is not None:
             found = heads.gather(found, axis=1)
@@ -127,7 +125,8 @@ def page_scores_of_kernels(
     found = jnp.moveaxis(found, 0, 1).reshape(batch, -1, num_blocks * SCORED_PAGES)[:, :num_rows]
     page = jnp.arange(num_blocks * SCORED_PAGES, dtype=jnp.int32)[None, None]
     is_before = page < (rows[..., None] + 1) * SCORED_PAGES
-    return jnp.where(is_before, found, 0.0) ** (1.0 / exponent)
+    is_row = rows * SCORED_BLOCK < kv_lengths[:, None]
+    return jnp.where(is_before & is_row[..., None], found, 0.0) ** (1.0 / exponent)
 
 
 def _score_tile(
@@ -143,9 +142,8 @@ def _score_tile(
     """Returns a function that scores queries `[B K M C]`, without the norm's root."""
     stack, layer = stored.stack, stored.layer
     zero_point = jax.lax.dynamic_index_in_dim(stack.zero_point, layer, keepdims=False)
-    keys: dict[str, Any] = {"layer": layer, "lengths": kv_lengths}
     norm: dict[str, Any] = {"scale": scale, "exponent": exponent}
-    where: dict[str, Any] = {"per_row": per_row, "interpret": interpret}
+    where: dict[str, Any] = {"lengths": kv_lengths, "per_row": per_row, "interpret": interpret}
     if dispatch.kernels_here() == "ampere":
         from sketchwalk_jax.pallas_kernels.page_scores.max_logits import max_logits_kernel
         from sketchwalk_jax.pallas_kernels.page_scores.prompt_scores import page_scores_kernel
@@ -154,7 +152,7 @@ def _score_tile(
             rows = where | {"first_row": first_row}
             twice, factor = doubled_queries(own, per_row=per_row, wanted=wanted)
             max_logits = max_logits_kernel(
-                twice, stack.quantized, stack.scale_exponent, **keys, **rows
+                twice, stack.quantized, stack.scale_exponent, layer=layer, **rows
             )
             return page_scores_kernel(max_logits, factor, own, zero_point, **norm, **rows)
 
@@ -162,7 +160,9 @@ def _score_tile(
     from sketchwalk_jax.pallas_kernels.page_scores import hopper as kernel
     from sketchwalk_jax.pallas_kernels.page_scores.hopper_dequantize import dequantize_kernel
 
-    beside = dequantize_kernel(stack.quantized, stack.scale_exponent, **keys, interpret=interpret)
+    beside = dequantize_kernel(
+        stack.quantized, stack.scale_exponent, layer=layer, lengths=kv_lengths, interpret=interpret
+    )
     zero_point = jnp.pad(
         zero_point, ((0, 0), (0, -zero_point.shape[1] % kernel.STEP), (0, 0), (0, 0))
     )

@@ -20,7 +20,8 @@ each block is read once for all of them. While a warpgroup takes the maxima of t
 tensor cores multiply the next two (`hopper_max_logits`): a block of 64 channels takes them 64
 cycles per warpgroup, and the maxima take 16 half-rate instructions per warp. Maxima go to shared
 memory and are copied out eight blocks at a time, in the tensor cores' float16, without the queries'
-powers of two. Blocks after the row of the thread block's last query are never written.
+powers of two. Blocks after the row of the thread block's last query, and after the last key, are
+never written.
 
 *Scores.* A warpgroup has 32 queries, of one row or of up to four short rows; the two warpgroups of
 a thread block share the zero points. It passes over the blocks twice, 64 at a time: forward for the
@@ -44,6 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from sketchwalk_jax.pallas_kernels.config import SCORED_BLOCK
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.page_scores import hopper_max_logits as max_logits
 from sketchwalk_jax.precision import FIRST_MAXIMUM, LARGEST_LOGIT
@@ -76,6 +78,27 @@ def queries_per_row(wanted: int) -> int:
     return next((one for one in (8, 16) if wanted <= one), -(-wanted // PART) * PART)
 
 
+def last_block(first_row: Any, query: Any, count: int, *, per_row: int, length: Any) -> Any:
+    """Returns the last block of keys that some queries see.
+
+    Rows that begin after the last key are padding, for which the first block is enough.
+
+    Args:
+      first_row: Block index of the call's first row.
+      query: Index of the first query in the call.
+      count: Number of queries.
+      per_row: Queries per row.
+      length: Number of keys.
+
+    Example:
+      >>> [int(last_block(0, query, 32, per_row=8, length=300)) for query in (0, 32, 64)]
+      [3, 4, 0]
+    """
+    first, last = (first_row + jax.lax.div(x, per_row) for x in (query, query + count - 1))
+    last = jnp.minimum(last, jax.lax.div(length - 1, SCORED_BLOCK))
+    return jnp.where(first <= last, last, 0)
+
+
 # Page max logits
 
 
@@ -83,6 +106,7 @@ def _max_logits(
     query: Any,
     key: Any,
     first_row: Any,
+    lengths: Any,
     out: Any,
     factor: Any,
     *,
@@ -100,7 +124,7 @@ def _max_logits(
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     # Tiles with many blocks come first.
     tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
-    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
+    last = last_block(first_row[batch], tile * TILE, TILE, per_row=per_row, length=lengths[batch])
     num_groups = key.shape[2]
     # Write whole groups; numbers beyond the last row are never used.
     groups = jnp.minimum(jax.lax.div(last, _GROUP) + 1, num_groups)
@@ -176,19 +200,21 @@ def hopper_max_logits_kernel(
     key: Float[Array, "B K G lines 128"],
     *,
     first_row: Int[Array, "B"],
+    lengths: Int[Array, "B"],
     per_row: int,
     wanted: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B K P M"], Float[Array, "B K M"]]:
     """Computes page max logits, `max_logits` of the module, in two factors.
 
-    Pages after a query's own row have arbitrary numbers.
+    Pages after a query's own row, and those of rows after the last key, have arbitrary numbers.
 
     Args:
       query: Queries in 16 bits, row after row; their number is a multiple of `TILE`.
       key: Keys relative to their block's zero point, float8_e4m3fn, laid out as in
         `hopper_max_logits`.
       first_row: Block index of each sequence's first row.
+      lengths: Number of keys in each sequence.
       per_row: Queries per row, with padding.
       wanted: Queries per row, without padding; the padding's factors are NaN.
       interpret: Whether the interpreter runs the kernel.
@@ -224,7 +250,7 @@ def hopper_max_logits_kernel(
         interpret=interpret,
         kernel_name="page_max_logits",
     )
-    return kernel(query, key, first_row.astype(jnp.int32))
+    return kernel(query, key, first_row.astype(jnp.int32), lengths.astype(jnp.int32))
 
 
 # Scores
@@ -270,6 +296,7 @@ def _scores(
     query: Any,
     zero_point: Any,
     first_row: Any,
+    lengths: Any,
     out: Any,
     *,
     tiling: ScoresTiling,
@@ -288,9 +315,11 @@ def _scores(
     place = program * _WARPGROUPS + warpgroup
     first = jax.lax.div(place * PART, tiling.per_row)  # index of its first row in the call
     part = jax.lax.rem(place, tiling.parts)
-    last_query = (program + 1) * _WARPGROUPS * PART - 1  # of both warpgroups
-    last = first_row[batch] + jax.lax.div(last_query, tiling.per_row)
-    steps = jax.lax.div(jnp.minimum(last, tiling.blocks - 1), _STEP) + 1
+    both = _WARPGROUPS * PART  # queries of both warpgroups
+    last = last_block(
+        first_row[batch], program * both, both, per_row=tiling.per_row, length=lengths[batch]
+    )
+    steps = jax.lax.div(last, _STEP) + 1
     shape, own = (_STEP, PART), pl.ds(place * PART, PART)
     ready = arrived.at[warpgroup]
 
@@ -445,6 +474,7 @@ def hopper_page_scores_kernel(
     zero_point: Float[Array, "B blocks K C"],
     *,
     first_row: Int[Array, "B"],
+    lengths: Int[Array, "B"],
     per_row: int,
     scale: float,
     exponent: int,
@@ -458,13 +488,15 @@ def hopper_page_scores_kernel(
       query: The queries in 16 bits.
       zero_point: Zero points of the blocks in 16 bits.
       first_row: Block index of each sequence's first row.
+      lengths: Number of keys in each sequence.
       per_row: Queries per row, from `queries_per_row`.
       scale: Factor of the products.
       exponent: Order of the norm.
       interpret: Whether the interpreter runs the kernel.
 
     Returns:
-      Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block.
+      Float32 scores, to be summed over `K` and `parts`; arbitrary after a row's own block, and in
+      rows after the last key.
     """
     batch, kv_heads, num_queries, channels = query.shape
     tiling = ScoresTiling(
@@ -498,5 +530,6 @@ def hopper_page_scores_kernel(
         interpret=interpret,
         kernel_name="block_scores",
     )
-    found = kernel(max_logits, factor, query, zero_point, first_row.astype(jnp.int32))
+    numbers = (x.astype(jnp.int32) for x in (first_row, lengths))
+    found = kernel(max_logits, factor, query, zero_point, *numbers)
     return found.reshape(*shape[:4], -1)

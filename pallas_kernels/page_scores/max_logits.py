@@ -38,6 +38,7 @@ from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
 from sketchwalk_jax.pallas_kernels.page_scores import four_bits
 from sketchwalk_jax.pallas_kernels.page_scores.four_bits import HIGH, LOW, NO_SCALE
+from sketchwalk_jax.pallas_kernels.page_scores.hopper import last_block
 
 QUERIES = 64  # per warp
 TILE = QUERIES * row_ops.WARPS
@@ -67,9 +68,9 @@ def _find_max_logits(
     kv_head, batch = jax.lax.axis_index("kv_head"), jax.lax.axis_index("batch")
     # Tiles with many blocks come first.
     tile = query.shape[2] // TILE - 1 - jax.lax.axis_index("tile")
-    last = first_row[batch] + jax.lax.div(tile * TILE + TILE - 1, per_row)
+    last = last_block(first_row[batch], tile * TILE, TILE, per_row=per_row, length=lengths[batch])
     first = jax.lax.axis_index("part") * _PART
-    end = jnp.minimum(jnp.minimum(last + 1, quantized.shape[2]), first + _PART)
+    end = jnp.minimum(last + 1, first + _PART)
     last_key = jnp.maximum(lengths[batch] - 1, 0)
     quantized, scale_exponent = quantized.at[layer[0], batch], scale_exponent.at[layer[0], batch]
     numbers = (kv_head, tile * TILE, first, end, lengths[batch], last_key)
@@ -328,7 +329,7 @@ def max_logits_kernel(
 ) -> Float[Array, "B K P M"]:
     """Computes page max logits, `max_logits` of the module.
 
-    Pages after a query's own row have arbitrary numbers.
+    Pages after a query's own row, and those of rows after the last key, have arbitrary numbers.
 
     Args:
       query: Queries rounded to eight bits and doubled, as float16, row after row (`round_queries`);

@@ -30,7 +30,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Float, Int
 
-from sketchwalk_jax.pallas_kernels.config import SCORED_PAGES
+from sketchwalk_jax.pallas_kernels.config import SCORED_BLOCK, SCORED_PAGES
 from sketchwalk_jax.pallas_kernels.lib import mlir_utils as mlir
 from sketchwalk_jax.pallas_kernels.lib import ops, row_ops
 from sketchwalk_jax.pallas_kernels.lib.mlir_utils import arith, scf
@@ -49,6 +49,7 @@ def _score(
     query: Any,
     zero_point: Any,
     first_row: Any,
+    lengths: Any,
     out: Any,
     *,
     sizes: ScoresTiling,
@@ -64,7 +65,9 @@ def _score(
             _interpreted(given, place + warp, kv_head, start, sizes=sizes)
         return
 
-    @mlir.emit(*given, numbers=(place, kv_head, start))
+    last_row = jax.lax.div(lengths[batch] - 1, SCORED_BLOCK)
+
+    @mlir.emit(*given, numbers=(place, kv_head, start, last_row))
     def _(*values: Any) -> None:
         _Warp(sizes, *values).run()
 
@@ -115,6 +118,7 @@ class _Warp:
         place: ir.Value,
         kv_head: ir.Value,
         start: ir.Value,
+        last_row: ir.Value,
     ) -> None:
         """Computes the thread's addresses.
 
@@ -128,6 +132,7 @@ class _Warp:
           place: Index of the first warp's group of 32 queries.
           kv_head: Index of the key/value head.
           start: Block index of the sequence's first row.
+          last_row: Block index of the sequence's last key.
         """
         self._sizes, self._max_logits, self._factor = sizes, max_logits, factor
         self._query, self._zero_point, self._out = query, zero_point, out
@@ -143,10 +148,11 @@ class _Warp:
         self._first = arith.divui(self._first_query, _int(sizes.per_row))  # row of the call
         self._part = arith.remui(place, _int(sizes.parts))
         self._row_of_thread = arith.divui(self._own, _int(sizes.per_row))
-        most = _int(sizes.blocks - 1)
-        self._reach = arith.minsi(arith.addi(start, self._row_of_thread), most)
-        last = arith.addi(arith.addi(start, self._first), _int(sizes.rows - 1))
-        last = arith.minsi(last, most)
+        self._reach = arith.minsi(arith.addi(start, self._row_of_thread), _int(sizes.blocks - 1))
+        # The steps of `last_block`.
+        first = arith.addi(start, self._first)
+        last = arith.minsi(arith.addi(first, _int(sizes.rows - 1)), last_row)
+        last = arith.select(mlir.compare("sle", first, last), last, _int(0))
         self._steps = arith.addi(arith.divui(last, _int(_BLOCKS)), _int(1))
 
     def run(self) -> None:
@@ -388,6 +394,7 @@ def page_scores_kernel(
     zero_point: Float[Array, "B J K C"],
     *,
     first_row: Int[Array, "B"],
+    lengths: Int[Array, "B"],
     per_row: int,
     scale: float,
     exponent: int,
@@ -416,7 +423,8 @@ def page_scores_kernel(
         interpret=interpret,
         kernel_name="page_scores_kernel",
     )
-    return kernel(max_logits, factor, query, zero_point, first_row.astype(jnp.int32))
+    numbers = (x.astype(jnp.int32) for x in (first_row, lengths))
+    return kernel(max_logits, factor, query, zero_point, *numbers)
 
 
 _int = mlir.constant

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int8, UInt8
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig, default_kernel_config
-from sketchwalk_jax.pallas_kernels.page_scores.api import page_scores_of_kernels, takes_page_scores
 from sketchwalk_jax.policies.base import PyTree, Span, take_layer
 from sketchwalk_jax.policies.ranks import Heads
 from sketchwalk_jax.precision import LARGEST, LARGEST_LOGIT, MASK_VALUE, matmul_precision
@@ -270,6 +269,11 @@ def block_scores(
       Float32 `[B, I, J · pages]`; 0 for rows that see no page.
     """
     if kernel_config is not None:
+        from sketchwalk_jax.pallas_kernels.page_scores.api import (
+            page_scores_of_kernels,
+            takes_page_scores,
+        )
+
         of_layer = stored if isinstance(stored, LayerKeys) else stored.as_layer()
         if takes_page_scores(queries, block_size=of_layer.block_size, pages=pages):
             return page_scores_of_kernels(

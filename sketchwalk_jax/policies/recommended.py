@@ -31,7 +31,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sketchwalk_jax.pallas_kernels.config import KernelConfig
 from sketchwalk_jax.pallas_kernels.key_quantization import api as key_quantization
-from sketchwalk_jax.pallas_kernels.page_scores import api as page_scores
 from sketchwalk_jax.pallas_kernels.top_k import api as top_k
 from sketchwalk_jax.plan import PHASES, TEXT_MARGIN, TYPICAL_LOSSES, Plan, least_densities
 from sketchwalk_jax.policies.base import (
@@ -532,7 +531,9 @@ class RecommendedConfig(ScorePolicy):
         """Selects `count` representative queries of each row, in the channels of the scores."""
         sizes, found = {"count": count, "block_size": self.block_size}, None
         if kernel_config is not None:
-            found = page_scores.representatives(query, valid, **sizes, kernel_config=kernel_config)
+            from sketchwalk_jax.pallas_kernels.page_scores.api import representatives
+
+            found = representatives(query, valid, **sizes, kernel_config=kernel_config)
         if found is None:
             query = query[..., slow_channels(query.shape[-1])]
             found = representative_queries(query, valid, **sizes)
