@@ -306,8 +306,8 @@ def choose_dense_implementation(
     cudnn = why_not_cudnn(query, **where, return_lse=return_lse)
     lists = why_not_full_lists(query, **where, interpret=interpret)
     if implementation is None:
-        rows = query.shape[1] // FULL_BLOCK
-        is_long = rows > _SHORT // FULL_BLOCK and query.shape[0] * rows**2 <= _MOST_LISTED
+        batch, columns = query.shape[:2]
+        is_long = columns > _SHORT and batch * (columns // FULL_BLOCK) ** 2 <= _MOST_LISTED
         skips_padding = is_padded and is_long and is_hopper()
         if interpret or not (has_offset or skips_padding):
             lists = lists or "nobody asked for it"
