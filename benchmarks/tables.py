@@ -380,7 +380,7 @@ TIMES: dict[str, Table] = {
     "other-models": Table(
         **WHOLE,
         where={
-            "model": OneOf("qwen2.5-7b", "qwen3-30b-a3b", "llama-3.2-1b"),
+            "model": OneOf("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-30b-a3b", "llama-3.2-1b"),
             "tokens": OneOf(2**14, 2**17, 2**20),
             "batch": 1,
         },

@@ -211,7 +211,6 @@ LOADED = {
     "pallas_kernels.decode_matmul": "api groups",
     "pallas_kernels.expert_matmul": "api",
     "pallas_kernels.key_quantization": "api",
-    "pallas_kernels.page_scores": "api",
     "pallas_kernels.top_k": "api",
     "pallas_kernels.walk": "api",
     "policies": "adamas base quantized_keys dense flexprefill lines minference oracle quest "
