@@ -78,7 +78,7 @@ def page_scores_of_kernels(
       queries: Representative queries of each query block.
       stored: Quantized keys of one layer, a `LayerKeys`.
       rows: Index of each query block.
-      kv_lengths: Number of keys in each sequence.
+      kv_lengths: Number of keys in each sequence. Rows after them are padding and get zeros.
       scale: Factor of the products.
       exponent: Order of the norm over heads and queries.
       heads: The `Heads` of a rank, or `None` if all heads are local.
@@ -89,6 +89,8 @@ def page_scores_of_kernels(
     is_ampere = dispatch.kernels_here() == "ampere"
     batch, num_rows, count, num_heads, channels = queries.shape
     num_blocks, kv_heads = stored.stack.zero_point.shape[2:4]
+    # Under `jit` nothing else checks that the keys fit into the cache; those beyond it are dropped.
+    kv_lengths = jnp.minimum(kv_lengths, num_blocks * SCORED_BLOCK)
     wanted = count * num_heads // kv_heads
     per_row = queries_per_row(wanted)
     # Query blocks at a time: a multiple of those of a thread block, up to the memory limit.

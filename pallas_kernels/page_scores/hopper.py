@@ -20,8 +20,8 @@ each block is read once for all of them. While a warpgroup takes the maxima of t
 tensor cores multiply the next two (`hopper_max_logits`): a block of 64 channels takes them 64
 cycles per warpgroup, and the maxima take 16 half-rate instructions per warp. Maxima go to shared
 memory and are copied out eight blocks at a time, in the tensor cores' float16, without the queries'
-powers of two. Blocks after the row of the thread block's last query, and after the last key, are
-never written.
+powers of two. Groups of blocks after the row of the thread block's last query, or after the last
+key, are never written.
 
 *Scores.* A warpgroup has 32 queries, of one row or of up to four short rows; the two warpgroups of
 a thread block share the zero points. It passes over the blocks twice, 64 at a time: forward for the
@@ -79,7 +79,7 @@ def queries_per_row(wanted: int) -> int:
 
 
 def last_block(first_row: Any, query: Any, count: int, *, per_row: int, length: Any) -> Any:
-    """Returns the last block of keys that some queries see.
+    """Returns the last block of keys that any of a thread block's queries sees.
 
     Rows that begin after the last key are padding, for which the first block is enough.
 
@@ -214,7 +214,7 @@ def hopper_max_logits_kernel(
       key: Keys relative to their block's zero point, float8_e4m3fn, laid out as in
         `hopper_max_logits`.
       first_row: Block index of each sequence's first row.
-      lengths: Number of keys in each sequence.
+      lengths: Number of keys in each sequence, at most those of `key`.
       per_row: Queries per row, with padding.
       wanted: Queries per row, without padding; the padding's factors are NaN.
       interpret: Whether the interpreter runs the kernel.
@@ -354,7 +354,7 @@ def _scores(
     factors = ops.spread(factors, shape, 1)
     # The row of each query, and its last block.
     row = jax.lax.div(ops.matrix_index(shape, 1), tiling.per_row) if tiling.rows > 1 else 0
-    reach = first_row[batch] + first + row
+    reach = jnp.minimum(first_row[batch] + first + row, last)  # after it, nothing is written
 
     def products(step: Any, *, is_new: Any, following: Any) -> Any:
         """Returns products of one step with zero points; its page max logits stay readable.
@@ -488,7 +488,7 @@ def hopper_page_scores_kernel(
       query: The queries in 16 bits.
       zero_point: Zero points of the blocks in 16 bits.
       first_row: Block index of each sequence's first row.
-      lengths: Number of keys in each sequence.
+      lengths: Number of keys in each sequence, at most those of the blocks.
       per_row: Queries per row, from `queries_per_row`.
       scale: Factor of the products.
       exponent: Order of the norm.

@@ -338,7 +338,7 @@ def max_logits_kernel(
         channels.
       scale_exponent: Exponents of the scales, likewise.
       layer: The layer.
-      lengths: Number of keys in each sequence.
+      lengths: Number of keys in each sequence, at most those of `quantized`.
       first_row: Block index of each sequence's first row.
       per_row: Queries per row.
       interpret: Whether the interpreter runs the kernel.

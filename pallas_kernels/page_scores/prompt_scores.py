@@ -149,7 +149,7 @@ class _Warp:
         self._part = arith.remui(place, _int(sizes.parts))
         self._row_of_thread = arith.divui(self._own, _int(sizes.per_row))
         self._reach = arith.minsi(arith.addi(start, self._row_of_thread), _int(sizes.blocks - 1))
-        # The steps of `last_block`.
+        # As in `last_block`.
         first = arith.addi(start, self._first)
         last = arith.minsi(arith.addi(first, _int(sizes.rows - 1)), last_row)
         last = arith.select(mlir.compare("sle", first, last), last, _int(0))

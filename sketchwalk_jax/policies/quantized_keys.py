@@ -266,7 +266,8 @@ def block_scores(
         bfloat16 and blocks of 64 tokens.
 
     Returns:
-      Float32 `[B, I, J · pages]`; 0 for rows that see no page.
+      Float32 `[B, I, J · pages]`; 0 for rows that see no page, and any numbers for rows without
+      tokens.
     """
     if kernel_config is not None:
         from sketchwalk_jax.pallas_kernels.page_scores.api import (

@@ -134,6 +134,18 @@ def test_the_kernels_find_what_plain_jax_finds(case, kind, monkeypatch):
     np.testing.assert_allclose(np.where(is_row, found, 0.0), np.where(is_row, wanted, 0.0), **BOUND)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu")
+def test_prompts_end_with_their_keys_and_with_the_cache():
+    queries, stored, rows, _ = draw(CASES["eight of a row"], "random")
+    room = stored.num_blocks * SIZE
+    lengths = np.array([[0, 1], [SIZE, SIZE + 1], [room, room], [room + 1, 100 * room]])
+    found = [np.asarray(run(queries, stored, rows, one, kernel_config=KERNELS)) for one in lengths]
+    is_row = np.asarray(rows)[None] * SIZE < lengths[..., None]
+    np.testing.assert_array_equal(np.any(found, axis=-1), is_row)
+    np.testing.assert_array_equal(found[2], found[3])
+
+
 # Case, kind of inputs, blocks before each sequence's first row.
 SHARES_CASES = [
     ("eight of a row", "random", (0, 0)),
