@@ -164,7 +164,7 @@ def sentence(results: Path) -> str:
         f"By default (`Auto`), attention is sparse only where that pays: a prompt must be read "
         f"{GAINS['prefill']:g} times as fast as with dense attention, a token decoded "
         f"{GAINS['decode']:g} times as fast. For one sequence at density {DENSITY:g}, it pays "
-        f"{', and '.join(parts)}."
+        f"{', and '.join(parts)}. Ranges are of models of several widths."
     )
 
 
@@ -174,8 +174,7 @@ def _span(found: list[BreakEven]) -> str:
         return f"no length up to {max(one.longest for one in found):,} tokens"
     tokens = sorted({one.tokens for one in found if one.tokens is not None})
     shown = f"{tokens[0]:,}" + (f" to {tokens[-1]:,}" if len(tokens) > 1 else "")
-    widths = " (by the width of the model)" if len(tokens) > 1 else ""
-    return f"{shown} tokens or more{widths}"
+    return f"{shown} tokens or more"
 
 
 def _device(kind: str) -> str:
