@@ -25,7 +25,7 @@ def hf_tensors(params: Params, model_config: ModelConfig) -> dict[str, np.ndarra
     for path, leaf in flatten_params(params).items():
         source = sources[path]
         stacked = np.asarray(jnp.asarray(leaf, model_config.dtype))
-        layers = stacked if source.is_stacked else stacked[None]
+        layers = stacked.reshape(-1, *stacked.shape[len(source.stack) :])
         for name, layer in zip(source.names, layers, strict=True):
             if source.is_transposed:
                 layer = layer.reshape(source.stored_shape[::-1]).T

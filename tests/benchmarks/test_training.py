@@ -11,6 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiny
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from sketchwalk_jax import forward, load
 from sketchwalk_jax.text.haystack import is_held_out
@@ -20,6 +23,7 @@ TRAINING = Path(__file__).resolve().parents[2] / "training"
 sys.path.append(str(TRAINING))
 
 import corpus  # noqa: E402
+import export  # noqa: E402
 import loader  # noqa: E402
 import prepare  # noqa: E402
 import recipe  # noqa: E402
@@ -47,6 +51,15 @@ def data(text_file: Path) -> tuple:
     words = corpus.find_words(text, held_out=False)
     tokens = corpus.encode_text(tokenizer, text)
     return tokenizer, tokens, corpus.make_pieces(tokenizer, words)
+
+
+def test_an_exported_model_is_the_model(tmp_path: Path):
+    tree, tokenizer = tiny.params(), Tokenizer(BPE())
+    about = {"metrics": {}, "card": "a model"}
+    export.export(tmp_path / "model", tree, tokenizer, model_config=tiny.MODEL, **about)
+    found, model_config = load(tmp_path / "model", progress=False)
+    assert model_config.num_layers == tiny.MODEL.num_layers
+    jax.tree.map(np.testing.assert_array_equal, found, tree)
 
 
 def maker(data: tuple, *, lists_chains: bool = True) -> sequences.SequenceMaker:

@@ -116,5 +116,5 @@ def test_demo_without_options_shows_it(tmp_path, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == bundled_model().name
     assert found["dense"]["right"] >= 3
-    assert found["sketchwalk"]["measured_density_prefill"] < 0.7
+    assert found["sketchwalk"]["measured_density_prefill"] < 0.9  # a short prompt keeps most keys
     assert (tmp_path / found["picture"]).read_bytes().startswith(b"\x89PNG")
