@@ -98,9 +98,9 @@ def write_gguf(
     for key, value in (keys or {}).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         add |= {str: writer.add_string, list: writer.add_array}
-        add[type(value)](
-            key if "general" in key or "split" in key else f"{architecture}.{key}", value
-        )
+        name = key if "general" in key or "split" in key else f"{architecture}.{key}"
+        writer.kv_data[0].pop(name, None)  # old versions of gguf refuse to replace a value
+        add[type(value)](name, value)
     add_tokenizer(writer, **(tokenizer or {}))
 
     stored, values = {}, random_tensors(config, seed=seed)
