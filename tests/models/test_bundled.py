@@ -112,9 +112,10 @@ def test_it_finds_the_needle_in_4096_tokens(bundled):
 @pytest.mark.weekly
 def test_demo_without_options_shows_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--tokens", "2048", "--json"]) == 0
+    # Of 2,048 tokens the default policy keeps most keys.
+    assert main(["demo", "--tokens", "4096", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == bundled_model().name
     assert found["dense"]["right"] >= 3
-    assert found["sketchwalk"]["measured_density_prefill"] < 0.9  # a short prompt keeps most keys
+    assert found["sketchwalk"]["measured_density_prefill"] < 0.7
     assert (tmp_path / found["picture"]).read_bytes().startswith(b"\x89PNG")
