@@ -16,7 +16,7 @@ from typing import Any
 import common
 from end_to_end import MODELS
 
-from sketchwalk_jax.inference.auto import BreakEven
+from sketchwalk_jax.inference.auto import BreakEven, attention_width
 from sketchwalk_jax.pallas_kernels.dispatch import GPU_GROUPS
 from sketchwalk_jax.policies import by_name
 
@@ -78,20 +78,21 @@ def speedups(data: dict[str, Any]) -> Iterator[Row]:
     for row in rows:
         where = tuple(row[name] for name in names)
         if row["policy"] != "dense" and not row["chunk_size"] and where in dense:
-            config, ratio = MODELS[row["model"]], dense[where] / row["seconds"]["q75"]
-            yield row | {"width": config.num_heads * config.head_dim, "speedup": ratio}
+            ratio = dense[where] / row["seconds"]["q75"]
+            width = attention_width(row["phase"], MODELS[row["model"]], batch=row["batch"])
+            yield row | {"width": width, "speedup": ratio}
 
 
 def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
     """Finds the break-even of each setting whose lengths determine one."""
-    names = ("phase", "policy", "preset", "density", "width", "batch")
+    names = ("phase", "policy", "preset", "density", "width")
     groups: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
         key = tuple(row[name] for name in names)
         own, tokens = groups.setdefault(key, {}), row["tokens"]
-        own[tokens] = min(row["speedup"], own.get(tokens, math.inf))  # of models of equal width
+        own[tokens] = min(row["speedup"], own.get(tokens, math.inf))  # of calls of equal width
     found = []
-    for (phase, name, preset, density, width, batch), by_length in groups.items():
+    for (phase, name, preset, density, width), by_length in groups.items():
         tokens = least_tokens(by_length, GAINS[phase])
         if not is_known(tokens, by_length):
             continue
@@ -104,7 +105,6 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
                 density=density,
                 block_size=policy.block_size,
                 width=width,
-                batch=batch,
                 tokens=tokens,
                 longest=max(by_length),
             )
@@ -150,9 +150,9 @@ def update_table(results: Path, *, is_check: bool) -> bool:
 
 
 def sentence(results: Path) -> str:
-    """Writes for README.md from which length on the default policy pays for one sequence."""
-    own = [one for one in break_evens(results) if one.batch == 1 and not one.is_expected]
-    own = [one for one in own if one.policy == "RecommendedConfig" and one.density == DENSITY]
+    """Writes for README.md from which length on the default policy pays."""
+    own = [one for one in break_evens(results) if not one.is_expected and one.density == DENSITY]
+    own = [one for one in own if one.policy == "RecommendedConfig"]
     parts = []
     for device in dict.fromkeys(one.device for one in own):
         some = []
@@ -163,8 +163,9 @@ def sentence(results: Path) -> str:
     return (
         f"By default (`Auto`), attention is sparse only where that pays: a prompt must be read "
         f"{GAINS['prefill']:g} times as fast as with dense attention, a token decoded "
-        f"{GAINS['decode']:g} times as fast. For one sequence at density {DENSITY:g}, it pays "
-        f"{', and '.join(parts)}. Ranges are of models of several widths."
+        f"{GAINS['decode']:g} times as fast. At density {DENSITY:g}, it pays "
+        f"{', and '.join(parts)}. Ranges are of models of several widths, in decode also of one to "
+        "many sequences."
     )
 
 

@@ -110,6 +110,15 @@ MODELS = {
         tie_word_embeddings=True,
     ),
     "qwen2.5-7b": _QWEN_7B,
+    "qwen2.5-1.5b": dataclasses.replace(
+        _QWEN_7B,
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_heads=12,
+        num_kv_heads=2,
+        tie_word_embeddings=True,
+    ),
     "qwen2.5-0.5b": dataclasses.replace(
         _QWEN_7B,
         vocab_size=151936,

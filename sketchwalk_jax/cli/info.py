@@ -220,8 +220,8 @@ def _describe_cache(
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
     """Finds the number of tokens from which on the policy is measured to pay (see `Auto`).
 
-    The number is for one sequence, of a model whose attention is `width` wide. `tokens` is None
-    without a measurement, or if the policy did not pay up to `longest` tokens.
+    The number is for one sequence, measured with attention of this `width` (`BreakEven.width`).
+    `tokens` is None without a measurement, or if the policy did not pay up to `longest` tokens.
     """
     names, longest = ("tokens", "longest", "width", "is_expected"), model_config.context_length
     found: BreakEven | str = Auto(config).find(phase, model_config, tokens=longest)

@@ -35,7 +35,8 @@ class BreakEven:
     """The number of tokens from which on a policy was measured to pay.
 
     Linear layers take the same time with both, so the difference depends on attention only, and
-    `width` is the size of attention.
+    `width` is the size of attention: the features of a position that take its time. A prompt's
+    time goes to products with queries, a token's to reading keys and values.
 
     Attributes:
       device: The device, as JAX names its kind; or one of `dispatch.GPU_GROUPS`, for the break-even
@@ -45,8 +46,8 @@ class BreakEven:
       policy: Name of the policy's class.
       density: Density of the policy.
       block_size: Tokens per block of the policy.
-      width: Number of query heads times the size of a head.
-      batch: Number of sequences.
+      width: In prefill, the number of query heads times the size of a head. In decode, the number
+        of sequences times the number of key/value heads times the size of a head.
       tokens: The smallest measured length from which on the policy paid at every length: prompts
         were read 1.15 times as fast as with dense attention, tokens decoded 1.03 times as fast.
         Rows of GPUs that were not measured, and of the printed rule on CPUs, ask for no loss of
@@ -60,7 +61,6 @@ class BreakEven:
     density: float
     block_size: int
     width: int
-    batch: int
     tokens: int | None
     longest: int
 
@@ -107,11 +107,11 @@ class Auto:
     of all keys would gain nothing. A call with a cache continues with the policy that the cache was
     made for: a cache of a short call, made without `max_tokens`, stays dense.
 
-    A break-even applies to a call if it has the same device, policy and block size, and no larger
-    batch. Its density is the smallest measured one that is not below the call's; or, if there is
-    none, the largest one, if that does not pay. Of these, the one with the nearest width by ratio
-    applies, and then the one with the largest batch. If none applies, or the model is on several
-    devices, the sparse policy runs as requested, and `Choice.reasons` says "no measurement".
+    A break-even applies to a call if it has the same device, policy and block size. Its density is
+    the smallest measured one that is not below the call's; or, if there is none, the largest one,
+    if that does not pay. Of these, the one with the nearest width by ratio applies, and of two that
+    are equally near, the narrower. If none applies, or the model is on several devices, the sparse
+    policy runs as requested, and `Choice.reasons` says "no measurement".
 
     `prefill`, `decode_step` and `init_cache` need a policy, because they see only a part of a
     generation. Call `choose` to get a policy and a phase for them.
@@ -180,18 +180,15 @@ class Auto:
         found = [one for one in found if one.policy == name and one.block_size == self.block_size]
         if not found or density is None:
             return f"no measurement of {name} with blocks of {self.block_size} on {device}"
-        width = model_config.num_heads * model_config.head_dim
+        width = attention_width(phase, model_config, batch=batch)
 
-        def times(one: BreakEven) -> float:
-            return max(one.width / width, width / one.width)
+        def far(one: BreakEven) -> tuple[float, int]:
+            return max(one.width / width, width / one.width), one.width
 
-        found = [one for one in found if one.batch <= batch]
-        if not found:
-            return f"no measurement of batch {batch} on {device}"
         enough = [one for one in found if one.density >= density]
         if enough:
-            return min(enough, key=lambda one: (one.density, times(one), -one.batch))
-        sparser = min(found, key=lambda one: (-one.density, times(one), -one.batch))
+            return min(enough, key=lambda one: (one.density, far(one)))
+        sparser = min(found, key=lambda one: (-one.density, far(one)))
         if tokens is not None and sparser.pays(tokens) is False:
             return sparser  # what is denser does not pay either
         return f"no measurement of a density of {density:g} or more on {device}"
@@ -278,6 +275,13 @@ class Auto:
         return read_break_evens() if self.measured is None else self.measured
 
 
+def attention_width(phase: str, model_config: ModelConfig, *, batch: int) -> int:
+    """Returns the size of attention by which break-evens are looked up (`BreakEven.width`)."""
+    if phase == "prefill":
+        return model_config.num_heads * model_config.head_dim
+    return batch * model_config.num_kv_heads * model_config.head_dim
+
+
 def recommended_policy(model_config: ModelConfig) -> Policy:
     """Returns the recommended policy, with the model's plan if it has one.
 
@@ -303,7 +307,7 @@ def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
     """Says in words why a phase is sparse or dense."""
     if isinstance(found, str):
         return found
-    where = f"{found.device}, {found.policy}, density {found.density:g}, batch {found.batch}"
+    where = f"{found.device}, {found.policy}, density {found.density:g}"
     where += f", attention {found.width} wide"
     if found.is_expected:
         where = f"expected, not measured: {where}"

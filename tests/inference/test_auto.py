@@ -26,15 +26,14 @@ from sketchwalk_jax.policies import by_name
 from sketchwalk_jax.policies.quest import QuestConfig
 from sketchwalk_jax.policies.streaming import StreamingConfig
 
-PAPER = POLICIES["paper"]  # density 0.4, blocks of 16 tokens; the model is 64 wide
+PAPER = POLICIES["paper"]  # density 0.4, blocks of 16 tokens
 PREFILL = BreakEven(
     device="cpu",
     phase="prefill",
     policy="SketchWalkConfig",
     density=0.4,
     block_size=16,
-    width=64,
-    batch=1,
+    width=MODEL.num_heads * MODEL.head_dim,
     tokens=100,
     longest=400,
 )
@@ -92,7 +91,6 @@ def test_a_phase_is_sparse_from_its_break_even_on(tokens, options, expected):
 
 def test_the_nearest_measurement_counts():
     others = (
-        dataclasses.replace(PREFILL, batch=4, tokens=20),
         dataclasses.replace(PREFILL, density=0.5, tokens=40),
         dataclasses.replace(PREFILL, width=128, tokens=60),
         dataclasses.replace(PREFILL, device="gpu", tokens=80),
@@ -100,12 +98,10 @@ def test_the_nearest_measurement_counts():
     table = (*others, PREFILL)
 
     def found(**options):
-        batch = options.pop("batch", 1)
         policy = dataclasses.replace(PAPER, **options)
-        return Auto(policy, table).find("prefill", MODEL, batch=batch).tokens
+        return Auto(policy, table).find("prefill", MODEL).tokens
 
-    assert found() == found(batch=3) == 100
-    assert found(batch=4) == found(batch=9) == 20
+    assert found() == 100
     assert found(density=0.1) == 100  # fewer blocks cannot be slower
     assert found(density=0.45) == 40
     wider = dataclasses.replace(MODEL, num_heads=8)
@@ -117,6 +113,27 @@ def test_the_nearest_measurement_counts():
     assert Auto(PAPER, table).find("prefill", MODEL, device="gpu").tokens == 80
 
 
+def test_decode_is_as_wide_as_the_keys_of_all_sequences():
+    """A token's time goes to reading keys and values; a prompt's does not depend on the batch."""
+    width = MODEL.num_kv_heads * MODEL.head_dim
+    assert width < PREFILL.width
+    table = tuple(
+        dataclasses.replace(one, width=times * width, tokens=times)
+        for one in TABLE
+        for times in (1, 2, 8)
+    )
+
+    def found(batch, phase="decode", model_config=MODEL):
+        return Auto(PAPER, table).find(phase, model_config, batch=batch).tokens
+
+    # Four sequences are as near to two as to eight: the narrower counts.
+    assert [found(batch) for batch in (1, 2, 3, 4, 5, 64)] == [1, 2, 2, 2, 8, 8]
+    queries = PREFILL.width // width
+    assert [found(batch, "prefill") for batch in (1, 64)] == [queries] * 2
+    every = dataclasses.replace(MODEL, num_kv_heads=MODEL.num_heads)
+    assert found(1, model_config=every) == queries
+
+
 @pytest.mark.parametrize(
     ("table", "options", "message"),
     [
@@ -125,7 +142,6 @@ def test_the_nearest_measurement_counts():
         (TABLE, {"policy": StreamingConfig(block_size=16)}, "no measurement of StreamingConfig"),
         (TABLE, {"policy": dataclasses.replace(PAPER, block_size=32)}, "with blocks of 32"),
         (TABLE, {"policy": dataclasses.replace(PAPER, density=0.9)}, "a density of 0.9 or more"),
-        ((dataclasses.replace(PREFILL, batch=2),), {}, "no measurement of batch 1 on cpu"),
         (TABLE, {"is_spread": True}, "no measurement on several devices"),
         (NEVER, {}, "no measurement beyond 400 tokens"),
     ],
@@ -421,7 +437,7 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
 def test_what_is_kept_stands_beside_what_was_measured(found):
     """Measured devices come first, then expected values for others."""
     one = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
-    one |= {"width": 64, "batch": 1, "tokens": 512, "longest": 1024}
+    one |= {"width": 64, "tokens": 512, "longest": 1024}
     devices = (dispatch.GPU_GROUPS[-1], "cpu")
     rows = found([one | {"device": device} for device in devices], "break_even")
     assert [(one.device, one.is_expected) for one in rows] == [("cpu", False), (devices[0], True)]
@@ -435,7 +451,7 @@ def test_rows_of_whole_models_are_break_evens_of_their_device(found):
     one, other = found(rows)
     assert other == dataclasses.replace(one, device=dispatch.GPU_GROUPS[0]) and other.is_expected
     expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
-    expected |= {"density": 0.1, "block_size": 64, "width": 4096, "batch": 8}
+    expected |= {"density": 0.1, "block_size": 64, "width": 8 * 1024}  # eight sequences
     assert dataclasses.asdict(one) == expected | {"tokens": 32768, "longest": 32768}
     of_prompts = [one | {"phase": "prefill"} for one in rows[:4]]
     of_prompts += [row(2**16, "dense", 1.05, phase="prefill")]
