@@ -380,7 +380,9 @@ TIMES: dict[str, Table] = {
     "other-models": Table(
         **WHOLE,
         where={
-            "model": OneOf("qwen2.5-0.5b", "qwen2.5-7b", "qwen3-30b-a3b", "llama-3.2-1b"),
+            "model": OneOf(
+                "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-30b-a3b"
+            ),
             "tokens": OneOf(2**14, 2**17, 2**20),
             "batch": 1,
         },
@@ -529,6 +531,7 @@ TIMES: dict[str, Table] = {
     "cpu": Table(
         file="cpu.json",
         command="python benchmarks/cpu.py",
+        where={"tokens": OneOf(2**12, 2**14, 2**15)},
         adapt=on_a_cpu,
         lines=("part", "tokens"),
         columns={
