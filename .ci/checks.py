@@ -39,8 +39,11 @@ RECORD = ROOT / ".ci" / "checked.json"
 
 # Test modules whose kernels the emulator of tests/ptx also runs as compiled for Hopper.
 EMULATED = (
+    "attention_kernel",
+    "decode_attention_kernel",
     "decode_matmul_kernel",
     "grouped_matmul_kernel",
+    "hopper_attention_kernel",
     "swiglu_quantize",
     "kernel_selection",
     "kernels",

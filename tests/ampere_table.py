@@ -95,7 +95,8 @@ def rows_of(capability: str) -> None:
     import page_score_cases
 
     answers = os.fdopen(os.dup(1), "w")
-    rows = [_attention_row(case, capability) for case in attention_cases.CODE_SHAPES]
+    shapes = (*attention_cases.CODE_PREFILL, *attention_cases.CODE_DECODE)
+    rows = [_attention_row(case, capability) for case in shapes]
     if capability != "9.0":
         rows += [_linear_row(case, capability) for case in linear_cases.CODE_SHAPES]
         for case in page_score_cases.CODE_SHAPES:

@@ -1,13 +1,13 @@
 """Shapes of attention over page lists, in prefill and decode, that the kernels' tests share.
 
-Tests compute `CASES` in the interpreter, in the emulator and on a GPU, `LARGE_CASES` only on a GPU.
-`COMPILED` are compiled for GPUs that the machine need not have.
+Each kernel has a class of its own, so that a change of one reaches the tests of that one alone.
+Tests compute the cases in the interpreter, in the emulator and on a GPU, the large ones only on a
+GPU. `COMPILED` are compiled for GPUs that the machine need not have.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import cases
 import jax
@@ -21,6 +21,8 @@ from sketchwalk_jax import KernelConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionKernelCase:
     """Attention over block lists, for many tokens (`prefill`) or one per sequence (`decode`).
+
+    Subclasses have a kernel.
 
     Attributes:
       op: `"prefill"` or `"decode"`.
@@ -36,7 +38,6 @@ class AttentionKernelCase:
       list_blocks: Capacity `P` of the lists, by default the number of blocks.
       dtype: Type of queries, keys and values.
       return_lse: Whether the kernel returns the log-sum-exp.
-      is_hopper: Whether to use Hopper's kernel in prefill, or the one for GPUs from Ampere on.
     """
 
     op: str
@@ -51,7 +52,8 @@ class AttentionKernelCase:
     list_blocks: int | None = None
     dtype: str = "bfloat16"
     return_lse: bool = True
-    is_hopper: bool = False
+
+    needs_hopper: ClassVar[bool] = False
 
     @property
     def row_tokens(self) -> int:
@@ -84,21 +86,12 @@ class AttentionKernelCase:
         parts += [f"rows{self.row_size}"] if self.row_size else []
         parts += [f"from{','.join(map(str, self.first_blocks))}"] if self.first_blocks else []
         parts += [f"room{self.room}"] if self.room else []
-        parts += [] if self.return_lse else ["nolse"]
-        return "-".join([*parts, "hopper"] if self.is_hopper else parts)
+        return "-".join(parts if self.return_lse else [*parts, "nolse"])
 
     @property
     def kernel(self) -> Callable[..., Any]:
-        """The kernel for the operation and the GPU."""
-        from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
-        from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
-        from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
-            decode_attention_kernel,
-        )
-
-        if self.op == "decode":
-            return decode_attention_kernel
-        return hopper_attention_kernel if self.is_hopper else attention_kernel
+        """The kernel."""
+        raise NotImplementedError
 
     def program(self, *, kernel_config: KernelConfig | None = None) -> Program:
         """Returns the kernel as a function of arrays only, and their shapes."""
@@ -130,121 +123,177 @@ class AttentionKernelCase:
         return attend, tuple(arguments)
 
 
-Prefill = functools.partial(AttentionKernelCase, op="prefill")
-Pages = functools.partial(Prefill, block_size=16, row_size=64)
-Decode = functools.partial(AttentionKernelCase, op="decode")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill(AttentionKernelCase):
+    """A prompt's attention, by the kernel for GPUs from Ampere on."""
 
-CASES = (
-    Prefill(heads=(2, 2), lengths=(1,), head_dim=64),
-    Prefill(heads=(2, 1), lengths=(130,)),
-    Prefill(heads=(3, 1), lengths=(65, 191), head_dim=64, room=1),
-    Prefill(heads=(4, 2), lengths=(129,), lists="kv_head", dtype="float16"),
-    Prefill(heads=(4, 2), lengths=(193,), lists="head", head_dim=64, dtype="float16"),
-    Prefill(heads=(7, 1), lengths=(64,)),
-    Prefill(heads=(2, 1), lengths=(300, 200), first_blocks=(3, 1), return_lse=False),
-    Prefill(heads=(2, 1), lengths=(100,), head_dim=96),
-    Prefill(heads=(2, 1), lengths=(300,), block_size=128),
-    Pages(heads=(3, 1), lengths=(65, 390), head_dim=64, room=1),
-    Pages(heads=(4, 2), lengths=(300,), lists="kv_head", dtype="float16"),
-    Pages(heads=(4, 2), lengths=(250,), lists="head", head_dim=64),
-    Pages(heads=(2, 1), lengths=(330, 200), first_blocks=(3, 1), return_lse=False),
-    Pages(heads=(2, 1), lengths=(150,), head_dim=96),
-    Decode(heads=(2, 2), lengths=(1,), head_dim=64),
-    Decode(heads=(4, 1), lengths=(130, 64, 7)),
-    Decode(heads=(3, 1), lengths=(65, 191), head_dim=64, room=1, dtype="float16"),
-    Decode(heads=(14, 2), lengths=(129,), lists="kv_head"),
-    Decode(heads=(4, 2), lengths=(193,), lists="head", return_lse=False),
-    Decode(heads=(8, 1), lengths=(500,), block_size=16),
+    op: str = "prefill"
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel."""
+        from sketchwalk_jax.pallas_kernels.attention.attention import attention_kernel
+
+        return attention_kernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperPrefill(AttentionKernelCase):
+    """A prompt's attention, by the kernel for Hopper."""
+
+    op: str = "prefill"
+
+    needs_hopper: ClassVar[bool] = True
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel."""
+        from sketchwalk_jax.pallas_kernels.attention.hopper import hopper_attention_kernel
+
+        return hopper_attention_kernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode(AttentionKernelCase):
+    """A token's attention."""
+
+    op: str = "decode"
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel."""
+        from sketchwalk_jax.pallas_kernels.decode_attention.decode_attention import (
+            decode_attention_kernel,
+        )
+
+        return decode_attention_kernel
+
+
+# Sizes of pages that are smaller than a query block.
+PAGES = {"block_size": 16, "row_size": 64}
+
+PREFILL_SHAPES: tuple[dict[str, Any], ...] = (
+    {"heads": (2, 2), "lengths": (1,), "head_dim": 64},
+    {"heads": (2, 1), "lengths": (130,)},
+    {"heads": (3, 1), "lengths": (65, 191), "head_dim": 64, "room": 1},
+    {"heads": (4, 2), "lengths": (129,), "lists": "kv_head", "dtype": "float16"},
+    {"heads": (4, 2), "lengths": (193,), "lists": "head", "head_dim": 64, "dtype": "float16"},
+    {"heads": (7, 1), "lengths": (64,)},
+    {"heads": (2, 1), "lengths": (300, 200), "first_blocks": (3, 1), "return_lse": False},
+    {"heads": (2, 1), "lengths": (100,), "head_dim": 96},
+    {"heads": (2, 1), "lengths": (300,), "block_size": 128},
+    {"heads": (3, 1), "lengths": (65, 390), "head_dim": 64, "room": 1, **PAGES},
+    {"heads": (4, 2), "lengths": (300,), "lists": "kv_head", "dtype": "float16", **PAGES},
+    {"heads": (4, 2), "lengths": (250,), "lists": "head", "head_dim": 64, **PAGES},
+    {"heads": (2, 1), "lengths": (330, 200), "first_blocks": (3, 1), "return_lse": False, **PAGES},
+    {"heads": (2, 1), "lengths": (150,), "head_dim": 96, **PAGES},
+)
+LARGE_PREFILL_SHAPES: tuple[dict[str, Any], ...] = (
+    {"heads": (32, 8), "lengths": (4096,)},
+    {"heads": (32, 8), "lengths": (2048, 1999), "head_dim": 64},
+    {"heads": (28, 4), "lengths": (1500, 37), "lists": "kv_head"},
+    {"heads": (24, 8), "lengths": (1100,), "lists": "head", "dtype": "float16"},
+    {"heads": (32, 8), "lengths": (4096, 2222), "first_blocks": (56, 20), "room": 8},
+)
+# Values that are not finite: spare heads, blocks of one and two chunks, one and two computing
+# warpgroups, both dtypes.
+BAD_PREFILL_SHAPES: tuple[dict[str, Any], ...] = (
+    {"heads": (3, 1), "lengths": (150, 200, 65), "head_dim": 64},
+    {"heads": (2, 1), "lengths": (250, 300), "block_size": 128, "return_lse": False},
+    {"heads": (2, 1), "lengths": (300, 230), "first_blocks": (2, 1)},
+    {"heads": (4, 2), "lengths": (130, 193), "lists": "head", "dtype": "float16", **PAGES},
+    {"heads": (2, 1), "lengths": (330, 250), "first_blocks": (2, 1), "return_lse": False, **PAGES},
+)
+BAD_PREFILL_SHAPES_OF_A_WEEK: tuple[dict[str, Any], ...] = (
+    {"heads": (4, 2), "lengths": (193, 70), "lists": "head", "dtype": "float16"},
+    {"heads": (2, 2), "lengths": (130, 192), "head_dim": 64, "block_size": 128},
+    {"heads": (3, 1), "lengths": (300, 65), "head_dim": 64, **PAGES},
 )
 
-LARGE_CASES = (
-    Prefill(heads=(32, 8), lengths=(4096,)),
-    Prefill(heads=(32, 8), lengths=(2048, 1999), head_dim=64),
-    Prefill(heads=(28, 4), lengths=(1500, 37), lists="kv_head"),
-    Prefill(heads=(24, 8), lengths=(1100,), lists="head", dtype="float16"),
-    Prefill(heads=(32, 8), lengths=(4096, 2222), first_blocks=(56, 20), room=8),
-    Decode(heads=(32, 8), lengths=(16384,)),
-    Decode(heads=(28, 4), lengths=(4095, 1, 2048, 777), room=3),
-    Decode(heads=(32, 8), lengths=tuple(range(1, 1025, 8)), head_dim=64),
-    Decode(heads=(32, 8), lengths=(4000, 130), block_size=16, lists="kv_head"),
-    Decode(heads=(32, 8), lengths=(4000, 130), block_size=16, lists="head"),
-)
+# One head's share of its rows' own pages differs from the others'.
+OWN_PAGES: dict[str, Any] = {"heads": (16, 1), "lengths": (180,), "lists": "head", "head_dim": 64}
 
 # Shapes of the table of machine code for GPUs from Ampere on. Prefill: both head_dims, with and
 # without GQA, each page size, both types in turn. Decode: lists in one part and in several; groups
 # of one head, of up to eight and of more.
-CODE_SHAPES = (
-    *(
-        Prefill(
-            heads=heads,
-            lengths=(4096, 4096),
-            head_dim=head_dim,
-            block_size=block_size,
-            row_size=row_size,
-            dtype=("bfloat16", "float16")[(index + head_dim // 64) % 2],
-            return_lse=index != 2,
-        )
-        for head_dim in (64, 128)
-        for heads in ((32, 8), (8, 8))
-        for index, (block_size, row_size) in enumerate(((64, None), (16, 64), (128, None)))
-    ),
-    *(
-        Decode(heads=heads, lengths=lengths, head_dim=head_dim, **lists)
-        for head_dim in (64, 128)
-        for heads, lengths, lists in (
-            ((32, 8), (65536,), {"block_size": 16, "list_blocks": 820}),
-            ((32, 8), (4096,) * 128, {"block_size": 16}),
-            ((28, 4), (16384,) * 4, {"dtype": "float16", "lists": "kv_head", "return_lse": False}),
-            ((32, 2), (16384,) * 4, {"block_size": 128}),
-            ((8, 8), (16384,) * 32, {"lists": "head", "dtype": "float16"}),
-        )
-    ),
+CODE_PREFILL = tuple(
+    Prefill(
+        heads=heads,
+        lengths=(4096, 4096),
+        head_dim=head_dim,
+        block_size=block_size,
+        row_size=row_size,
+        dtype=("bfloat16", "float16")[(index + head_dim // 64) % 2],
+        return_lse=index != 2,
+    )
+    for head_dim in (64, 128)
+    for heads in ((32, 8), (8, 8))
+    for index, (block_size, row_size) in enumerate(((64, None), (16, 64), (128, None)))
+)
+CODE_DECODE = tuple(
+    Decode(heads=heads, lengths=lengths, head_dim=head_dim, **lists)
+    for head_dim in (64, 128)
+    for heads, lengths, lists in (
+        ((32, 8), (65536,), {"block_size": 16, "list_blocks": 820}),
+        ((32, 8), (4096,) * 128, {"block_size": 16}),
+        ((28, 4), (16384,) * 4, {"dtype": "float16", "lists": "kv_head", "return_lse": False}),
+        ((32, 2), (16384,) * 4, {"block_size": 128}),
+        ((8, 8), (16384,) * 32, {"lists": "head", "dtype": "float16"}),
+    )
 )
 
 
-def _pairs(*groups: int) -> list[AttentionKernelCase]:
-    """Returns cases in which every two values that the kernels take meet."""
-    blocks = ((64, None), (16, 64), (128, None))
+def _pairs(make: Any, *groups: int) -> list[Any]:
+    """Returns cases in which every two values that a kernel takes meet."""
+    is_prefill = make.op == "prefill"
+    lengths = ((4096,), (131072,)) if is_prefill else ((65536,), (4096,) * 128)
     names = ("lists", "dtype", "head_dim", "return_lse")
     sizes: Any = (groups, cases.LIST_KINDS, ("bfloat16", "float16"), (128, 64), (True, False))
     found = []
-    for make, lengths in ((Prefill, ((4096,), (131072,))), (Decode, ((65536,), (4096,) * 128))):
-        for (block_size, row_size), tokens, group, *row in pairwise(blocks, lengths, *sizes):
-            options = {"block_size": block_size, "heads": (group * 4, 4), "list_blocks": 13}
-            options |= {"row_size": row_size} if make is Prefill else {}
-            options |= dict(zip(names, row, strict=True))
-            found.append(make(lengths=tokens, **options))
+    blocks = ((64, None), (16, 64), (128, None))
+    for (block_size, row_size), tokens, group, *row in pairwise(blocks, lengths, *sizes):
+        options = {"block_size": block_size, "heads": (group * 4, 4), "list_blocks": 13}
+        options |= {"row_size": row_size} if is_prefill else {}
+        options |= dict(zip(names, row, strict=True))
+        found.append(make(lengths=tokens, **options))
     return found
 
 
-def _of_code(op: str, head_dim: int, *heads: tuple[int, int]) -> list[AttentionKernelCase]:
-    return [x for x in CODE_SHAPES if (x.op, x.head_dim) == (op, head_dim) and x.heads in heads]
+def _shaped(shapes: tuple[Any, ...], head_dim: int, *heads: tuple[int, int]) -> list[Any]:
+    return [x for x in shapes if x.head_dim == head_dim and x.heads in heads]
 
 
-# Cases by GPU. Hopper and 8.0 get pairs of the sizes that they take; a head_dim other than 64 and
-# 128 is padded. Other GPUs get the cases most likely to run out of registers, of which Blackwell's
-# assembler uses more, or of shared memory, of which 8.6 and 8.9 have least.
-_SHAPES = {
+# Cases by GPU, for each kernel. Hopper and 8.0 get pairs of the sizes that they take; a head_dim
+# other than 64 and 128 is padded. Other GPUs get the cases most likely to run out of registers, of
+# which Blackwell's assembler uses more, or of shared memory, of which 8.6 and 8.9 have least.
+_LONG: dict[str, Any] = {"heads": (32, 8), "lengths": (4096,)}
+COMPILED_HOPPER = {
     "9.0": [
-        *_pairs(1, 7, 8),
-        Prefill(heads=(32, 8), lengths=(4096,), head_dim=80),
-        Pages(heads=(32, 8), lengths=(4096,), head_dim=96),
-    ],
-    "8.0": [
-        *_pairs(1, 7),
-        Decode(heads=(32, 2), lengths=(4096,)),
-        Pages(heads=(32, 8), lengths=(4096,), head_dim=80),
-    ],
-    "8.6": [*_of_code("prefill", 128, (8, 8))[1:2], *_of_code("decode", 128, (32, 8))],
-    "8.9": _of_code("prefill", 128, (32, 8))[1:2],
-    "10.0": [*_of_code("prefill", 128, (32, 8)), *_of_code("decode", 128, (32, 2))],
-    "12.0": [
-        *_of_code("prefill", 128, (32, 8))[:2],
-        *_of_code("decode", 128, (32, 2)),
-        *_of_code("decode", 64, (32, 8))[:1],
-    ],
+        *_pairs(HopperPrefill, 1, 7, 8),
+        HopperPrefill(**_LONG, head_dim=80),
+        HopperPrefill(**_LONG, head_dim=96, **PAGES),
+    ]
 }
-COMPILED = {
-    gpu: [dataclasses.replace(x, is_hopper=gpu == "9.0") for x in shapes]
-    for gpu, shapes in _SHAPES.items()
+COMPILED_PREFILL = {
+    "8.0": [*_pairs(Prefill, 1, 7), Prefill(**_LONG, head_dim=80, **PAGES)],
+    "8.6": _shaped(CODE_PREFILL, 128, (8, 8))[1:2],
+    "8.9": _shaped(CODE_PREFILL, 128, (32, 8))[1:2],
+    "10.0": _shaped(CODE_PREFILL, 128, (32, 8)),
+    "12.0": _shaped(CODE_PREFILL, 128, (32, 8))[:2],
+}
+COMPILED_DECODE = {
+    "9.0": _pairs(Decode, 1, 7, 8),
+    "8.0": [*_pairs(Decode, 1, 7), Decode(heads=(32, 2), lengths=(4096,))],
+    "8.6": _shaped(CODE_DECODE, 128, (32, 8)),
+    "10.0": _shaped(CODE_DECODE, 128, (32, 2)),
+    "12.0": [*_shaped(CODE_DECODE, 128, (32, 2)), *_shaped(CODE_DECODE, 64, (32, 8))[:1]],
+}
+FILE = __file__  # a test that named the module's own would reach all that is in it
+COMPILED = {  # where `hopper.serve` looks for a case
+    gpu: [
+        case
+        for one in (COMPILED_HOPPER, COMPILED_PREFILL, COMPILED_DECODE)
+        for case in one.get(gpu, ())
+    ]
+    for gpu in ("9.0", "8.0", "8.6", "8.9", "10.0", "12.0")
 }
