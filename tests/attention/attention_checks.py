@@ -1,4 +1,4 @@
-"""What the tests of the attention kernels do with each: run it, and compare with the equations.
+"""Runs an attention kernel and compares it with the equations, for the tests of each kernel.
 
 On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -n 0 tests/attention tests/gpu`.
 """
@@ -52,8 +52,14 @@ def skip_unless_prefill_runs() -> None:
 
 
 @contextlib.contextmanager
-def running(case: AttentionKernelCase, capfd: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yields a function that runs the case's kernel on arguments."""
+def running(
+    case: AttentionKernelCase, capfd: Any, *, times: int = 2
+) -> Iterator[Callable[[Any], Any]]:
+    """Yields a function that runs the case's kernel on arguments.
+
+    On a GPU, and as compiled for GPUs before Hopper, it runs so many times and compares the results
+    bit for bit: each run executes warps in another order.
+    """
     if case.needs_hopper:
         skip_unless_prefill_runs()
     program, shapes = case.program(kernel_config=KERNELS)
@@ -61,9 +67,8 @@ def running(case: AttentionKernelCase, capfd: Any) -> Iterator[Callable[[Any], A
 
     def run(arguments: Any) -> Any:
         assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, shapes)
-        # As compiled, each run executes warps in another order.
-        times = 2 if ON_GPU or (RUNS_COMPILED and not case.needs_hopper) else 1
-        return kernel_draws.run(function, arguments, capfd, times=times)
+        has_orders = ON_GPU or (RUNS_COMPILED and not case.needs_hopper)
+        return kernel_draws.run(function, arguments, capfd, times=times if has_orders else 1)
 
     with contextlib.nullcontext() if case.needs_hopper else kernel_draws.on_gpu():
         yield run
@@ -104,7 +109,7 @@ def assert_attention(
 def check_not_finite(case: AttentionKernelCase, capfd: Any) -> None:
     """Asserts that values that are not finite reach those alone who see them."""
     arguments, mask = kernel_draws.drop_own_block(case, *kernel_draws.draw_attention(case, 0))
-    with running(case, capfd) as attend:
+    with running(case, capfd, times=1) as attend:
         clean, num_reached = attend(arguments), 0
         for seed in range(9 if ON_GPU else 2):
             spoiled, sees, must = kernel_draws.spoil(case, arguments, mask, seed)
