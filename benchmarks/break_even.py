@@ -79,20 +79,21 @@ def speedups(data: dict[str, Any]) -> Iterator[Row]:
         where = tuple(row[name] for name in names)
         if row["policy"] != "dense" and not row["chunk_size"] and where in dense:
             ratio = dense[where] / row["seconds"]["q75"]
-            width = attention_width(row["phase"], MODELS[row["model"]], batch=row["batch"])
-            yield row | {"width": width, "speedup": ratio}
+            config = MODELS[row["model"]]
+            width = attention_width(row["phase"], config, batch=row["batch"])
+            yield row | {"width": width, "has_experts": config.num_experts > 0, "speedup": ratio}
 
 
 def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
     """Finds the break-even of each setting whose lengths determine one."""
-    names = ("phase", "policy", "preset", "density", "width")
+    names = ("phase", "policy", "preset", "density", "width", "has_experts")
     groups: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
         key = tuple(row[name] for name in names)
         own, tokens = groups.setdefault(key, {}), row["tokens"]
         own[tokens] = min(row["speedup"], own.get(tokens, math.inf))  # of calls of equal width
     found = []
-    for (phase, name, preset, density, width), by_length in groups.items():
+    for (phase, name, preset, density, width, has_experts), by_length in groups.items():
         tokens = least_tokens(by_length, GAINS[phase])
         if not is_known(tokens, by_length):
             continue
@@ -105,6 +106,7 @@ def of_rows(rows: list[Row], device: str) -> list[BreakEven]:
                 density=density,
                 block_size=policy.block_size,
                 width=width,
+                has_experts=has_experts,
                 tokens=tokens,
                 longest=max(by_length),
             )
@@ -164,8 +166,8 @@ def sentence(results: Path) -> str:
         f"By default (`Auto`), attention is sparse only where that pays: a prompt must be read "
         f"{GAINS['prefill']:g} times as fast as with dense attention, a token decoded "
         f"{GAINS['decode']:g} times as fast. At density {DENSITY:g}, it pays "
-        f"{', and '.join(parts)}. Ranges are of models of several widths, in decode also of one to "
-        "many sequences."
+        f"{', and '.join(parts)}. The ranges cover models of several sizes and, in decode, 1 to 32 "
+        "sequences."
     )
 
 

@@ -531,7 +531,6 @@ TIMES: dict[str, Table] = {
     "cpu": Table(
         file="cpu.json",
         command="python benchmarks/cpu.py",
-        where={"tokens": OneOf(2**12, 2**14, 2**15)},
         adapt=on_a_cpu,
         lines=("part", "tokens"),
         columns={

@@ -220,10 +220,10 @@ def _describe_cache(
 def _describe_break_even(config: Policy, phase: str, model_config: ModelConfig) -> dict[str, Any]:
     """Finds the number of tokens from which on the policy is measured to pay (see `Auto`).
 
-    The number is for one sequence, measured with attention of this `width` (`BreakEven.width`).
-    `tokens` is None without a measurement, or if the policy did not pay up to `longest` tokens.
+    The number is for one sequence. `size` says with which width it was measured. `tokens` is None
+    without a measurement, or if the policy did not pay up to `longest` tokens.
     """
-    names, longest = ("tokens", "longest", "width", "is_expected"), model_config.context_length
+    names, longest = ("tokens", "longest", "size", "is_expected"), model_config.context_length
     found: BreakEven | str = Auto(config).find(phase, model_config, tokens=longest)
     of_model = config.for_layer(0, model_config.num_layers)
     places = (0, longest) if phase == "prefill" else (longest - 1, longest)
@@ -355,15 +355,15 @@ def _plan_text(plan: dict[str, Any]) -> str:
 def _where(
     tokens: int | None,
     longest: int | None,
-    width: int | None,
+    size: str | None,
     is_expected: bool,
     problem: str | None,
 ) -> str:
     """Says from which length on a policy pays."""
     if problem is not None:
         return problem
-    how = "expected, not measured on this device," if is_expected else "measured with"
-    how += f" attention {width:,} wide"
+    how = "expected, not measured on this device," if is_expected else "measured"
+    how += f" with {size}"
     if tokens is None:
         return f"nowhere up to {longest:,} tokens, where attention is dense by default ({how})"
     return f"from {tokens:,} tokens on, below which attention is dense by default ({how})"

@@ -14,6 +14,7 @@ benchmarks' results. For GPUs without measurements, it uses the times of the sam
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ _TABLE = Path(__file__).with_name("break_even.json")
 class BreakEven:
     """The number of tokens from which on a policy was measured to pay.
 
-    Linear layers take the same time with both, so the difference depends on attention only, and
-    `width` is the size of attention: the features of a position that take its time. A prompt's
-    time goes to products with queries, a token's to reading keys and values.
+    How much time sparse attention saves grows with `tokens` and `width`: the attention of a prompt
+    multiplies queries, that of a token reads keys and values. Linear layers take the same time with
+    both, and a mixture of experts more of it where several sequences choose different experts.
 
     Attributes:
       device: The device, as JAX names its kind; or one of `dispatch.GPU_GROUPS`, for the break-even
@@ -48,6 +49,7 @@ class BreakEven:
       block_size: Tokens per block of the policy.
       width: In prefill, the number of query heads times the size of a head. In decode, the number
         of sequences times the number of key/value heads times the size of a head.
+      has_experts: Whether the model has a mixture of experts.
       tokens: The smallest measured length from which on the policy paid at every length: prompts
         were read 1.15 times as fast as with dense attention, tokens decoded 1.03 times as fast.
         Rows of GPUs that were not measured, and of the printed rule on CPUs, ask for no loss of
@@ -63,11 +65,18 @@ class BreakEven:
     width: int
     tokens: int | None
     longest: int
+    has_experts: bool = False
 
     @property
     def is_expected(self) -> bool:
         """Whether the break-even was measured with the same code on another GPU."""
         return self.device in GPU_GROUPS
+
+    @property
+    def size(self) -> str:
+        """The width in words."""
+        what = "queries" if self.phase == "prefill" else "keys of all sequences"
+        return f"{what} {self.width:,} wide"
 
     def pays(self, tokens: int) -> bool | None:
         """Whether the policy is worth its losses; `None` at unmeasured lengths.
@@ -109,9 +118,11 @@ class Auto:
 
     A break-even applies to a call if it has the same device, policy and block size. Its density is
     the smallest measured one that is not below the call's; or, if there is none, the largest one,
-    if that does not pay. Of these, the one with the nearest width by ratio applies, and of two that
-    are equally near, the narrower. If none applies, or the model is on several devices, the sparse
-    policy runs as requested, and `Choice.reasons` says "no measurement".
+    if that does not pay. If models with experts were measured, their break-evens apply to models
+    with experts and to no others. Of these, the one with the call's width applies; between two
+    measured widths, the longer one of both; beyond all of them, the nearest. If none applies, or
+    the model is on several devices, the sparse policy runs as requested, and `Choice.reasons` says
+    "no measurement".
 
     `prefill`, `decode_step` and `init_cache` need a policy, because they see only a part of a
     generation. Call `choose` to get a policy and a phase for them.
@@ -180,15 +191,14 @@ class Auto:
         found = [one for one in found if one.policy == name and one.block_size == self.block_size]
         if not found or density is None:
             return f"no measurement of {name} with blocks of {self.block_size} on {device}"
+        has_experts = model_config.num_experts > 0
+        found = [one for one in found if one.has_experts == has_experts] or found
         width = attention_width(phase, model_config, batch=batch)
-
-        def far(one: BreakEven) -> tuple[float, int]:
-            return max(one.width / width, width / one.width), one.width
-
-        enough = [one for one in found if one.density >= density]
+        enough = [one.density for one in found if one.density >= density]
         if enough:
-            return min(enough, key=lambda one: (one.density, far(one)))
-        sparser = min(found, key=lambda one: (-one.density, far(one)))
+            return _at_width([one for one in found if one.density == min(enough)], width)
+        most = max(one.density for one in found)
+        sparser = _at_width([one for one in found if one.density == most], width)
         if tokens is not None and sparser.pays(tokens) is False:
             return sparser  # what is denser does not pay either
         return f"no measurement of a density of {density:g} or more on {device}"
@@ -275,6 +285,15 @@ class Auto:
         return read_break_evens() if self.measured is None else self.measured
 
 
+def _at_width(rows: Sequence[BreakEven], width: int) -> BreakEven:
+    """Returns the break-even of a width: between two widths, the one of both that is longer."""
+    narrower = [one for one in rows if one.width <= width]
+    wider = [one for one in rows if one.width >= width]
+    nearest = [max(narrower, key=lambda one: one.width)] if narrower else []
+    nearest += [min(wider, key=lambda one: one.width)] if wider else []
+    return max(nearest, key=lambda one: math.inf if one.tokens is None else one.tokens)
+
+
 def attention_width(phase: str, model_config: ModelConfig, *, batch: int) -> int:
     """Returns the size of attention by which break-evens are looked up (`BreakEven.width`)."""
     if phase == "prefill":
@@ -307,8 +326,7 @@ def _why(found: BreakEven | str, tokens: int, pays: bool | None) -> str:
     """Says in words why a phase is sparse or dense."""
     if isinstance(found, str):
         return found
-    where = f"{found.device}, {found.policy}, density {found.density:g}"
-    where += f", attention {found.width} wide"
+    where = f"{found.device}, {found.policy}, density {found.density:g}, {found.size}"
     if found.is_expected:
         where = f"expected, not measured: {where}"
     if pays is None:

@@ -22,7 +22,7 @@ from sketchwalk_jax import KernelConfig
 class AttentionKernelCase:
     """Attention over block lists, for many tokens (`prefill`) or one per sequence (`decode`).
 
-    Subclasses have a kernel.
+    Each subclass names the kernel that computes it.
 
     Attributes:
       op: `"prefill"` or `"decode"`.
@@ -38,6 +38,7 @@ class AttentionKernelCase:
       list_blocks: Capacity `P` of the lists, by default the number of blocks.
       dtype: Type of queries, keys and values.
       return_lse: Whether the kernel returns the log-sum-exp.
+      needs_hopper: Whether the kernel runs on Hopper alone.
     """
 
     op: str
@@ -144,6 +145,10 @@ class HopperPrefill(AttentionKernelCase):
     op: str = "prefill"
 
     needs_hopper: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        """Returns the name of the case in test ids."""
+        return f"{super().__str__()}-hopper"
 
     @property
     def kernel(self) -> Callable[..., Any]:
@@ -288,7 +293,7 @@ COMPILED_DECODE = {
     "10.0": _shaped(CODE_DECODE, 128, (32, 2)),
     "12.0": [*_shaped(CODE_DECODE, 128, (32, 2)), *_shaped(CODE_DECODE, 64, (32, 8))[:1]],
 }
-FILE = __file__  # a test that named the module's own would reach all that is in it
+FILE = __file__  # with `attention_cases.__file__`, .ci/checks.py would hash the whole module
 COMPILED = {  # where `hopper.serve` looks for a case
     gpu: [
         case

@@ -1,6 +1,6 @@
 """Runs an attention kernel and compares it with the equations, for the tests of each kernel.
 
-On a machine with a GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -n 0 tests/attention tests/gpu`.
+CONTRIBUTING.md has the command that runs them on a GPU.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ def running(
 ) -> Iterator[Callable[[Any], Any]]:
     """Yields a function that runs the case's kernel on arguments.
 
-    On a GPU, and as compiled for GPUs before Hopper, it runs so many times and compares the results
-    bit for bit: each run executes warps in another order.
+    On a GPU and in the emulator, a kernel that does not need Hopper runs `times` times, and the
+    results must be bit-equal: each run executes warps in another order.
     """
     if case.needs_hopper:
         skip_unless_prefill_runs()

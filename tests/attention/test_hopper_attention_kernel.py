@@ -55,7 +55,7 @@ def test_rows_that_the_kernel_cannot_take_are_refused_in_words(row_size):
 @pytest.mark.hopper
 @cases_of(
     attention_cases.COMPILED_HOPPER,
-    [("9.0", "prefill-28x4-H128-T4096-kv_head-block16-bfloat16-rows64")],
+    [("9.0", "prefill-28x4-H128-T4096-kv_head-block16-bfloat16-rows64-hopper")],
 )
 def test_it_compiles(gpu, case):
     assert_compiled(compile_for(gpu, f"{attention_cases.FILE}:{case}"))

@@ -109,7 +109,7 @@ def test_the_nearest_measurement_counts():
     narrow = dataclasses.replace(MODEL, num_heads=2, num_kv_heads=1)
     wide = (dataclasses.replace(PREFILL, width=4096), dataclasses.replace(PREFILL, width=8192))
     assert Auto(PAPER, wide).find("prefill", narrow) is wide[0]
-    assert "attention 4096 wide" in Auto(PAPER, wide).choose(narrow, batch=1, tokens=9).reasons[0]
+    assert "queries 4,096 wide" in Auto(PAPER, wide).choose(narrow, batch=1, tokens=9).reasons[0]
     assert Auto(PAPER, table).find("prefill", MODEL, device="gpu").tokens == 80
 
 
@@ -120,18 +120,32 @@ def test_decode_is_as_wide_as_the_keys_of_all_sequences():
     table = tuple(
         dataclasses.replace(one, width=times * width, tokens=times)
         for one in TABLE
-        for times in (1, 2, 8)
+        for times in (1, 2, 8, 16)
+    )
+    table = tuple(
+        dataclasses.replace(one, tokens={8: None, 16: 3}.get(one.tokens, one.tokens))
+        for one in table
     )
 
     def found(batch, phase="decode", model_config=MODEL):
         return Auto(PAPER, table).find(phase, model_config, batch=batch).tokens
 
-    # Four sequences are as near to two as to eight: the narrower counts.
-    assert [found(batch) for batch in (1, 2, 3, 4, 5, 64)] == [1, 2, 2, 2, 8, 8]
+    # Between two widths the later break-even counts, and never is latest.
+    assert [found(batch) for batch in (1, 2, 3, 8, 9, 16, 64)] == [1, 2, None, None, None, 3, 3]
     queries = PREFILL.width // width
     assert [found(batch, "prefill") for batch in (1, 64)] == [queries] * 2
     every = dataclasses.replace(MODEL, num_kv_heads=MODEL.num_heads)
     assert found(1, model_config=every) == queries
+    reasons = Auto(PAPER, table).choose(MODEL, batch=16, tokens=401).reasons
+    assert f"keys of all sequences {16 * width} wide" in reasons[1]
+
+
+def test_models_with_experts_have_break_evens_of_their_own():
+    mixture = tiny.EXPERTS
+    assert Auto(PAPER, TABLE).find("decode", mixture) == DECODE  # no other was measured
+    own = dataclasses.replace(DECODE, has_experts=True, tokens=300)
+    table = (*TABLE, own)
+    assert [Auto(PAPER, table).find("decode", x) for x in (mixture, MODEL)] == [own, DECODE]
 
 
 @pytest.mark.parametrize(
@@ -360,11 +374,12 @@ def test_the_command_line_says_what_it_chose(model, capsys, monkeypatch):
     info = ["info", "--model", str(model), "--set", "min_tokens=64"]
     assert main([*info, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["break_even"]
-    found = {"tokens": None, "longest": 400, "width": 32, "is_expected": False, "problem": None}
+    size = "keys of all sequences 32 wide"
+    found = {"tokens": None, "longest": 400, "size": size, "is_expected": False, "problem": None}
     assert shown["decode"] == found
     assert main(info) == 0
     assert "nowhere up to 400 tokens" in (text := capsys.readouterr().out)
-    assert "(measured with attention 32 wide)" in text
+    assert "(measured with queries 32 wide)" in text
     assert main([*info, "--density", "0.9"]) == 0
     assert "decode pays     no measurement of a density of 0.9" in capsys.readouterr().out
     assert main(info[:3]) == 0
@@ -452,7 +467,18 @@ def test_rows_of_whole_models_are_break_evens_of_their_device(found):
     assert other == dataclasses.replace(one, device=dispatch.GPU_GROUPS[0]) and other.is_expected
     expected = {"device": "NVIDIA H200", "phase": "decode", "policy": "RecommendedConfig"}
     expected |= {"density": 0.1, "block_size": 64, "width": 8 * 1024}  # eight sequences
-    assert dataclasses.asdict(one) == expected | {"tokens": 32768, "longest": 32768}
+    expected |= {"tokens": 32768, "longest": 32768, "has_experts": False}
+    assert dataclasses.asdict(one) == expected
+    # Of calls of one width, the one that gains least counts; a mixture of experts does not.
+    other = {"model": "qwen2.5-7b", "batch": 16}
+    slow = [row(32768, "dense", 2.0, **other), row(32768, "sketchwalk", 2.1, **other)]
+    assert found([*rows, *slow])[0].tokens is None
+    other = {"model": "qwen3-30b-a3b", "batch": 16}
+    mixture = [row(32768, "dense", 2.0, **other), row(32768, "sketchwalk", 2.1, **other)]
+    assert [(x.has_experts, x.tokens) for x in found([*rows, *mixture])[:2]] == [
+        (False, 32768),
+        (True, None),
+    ]
     of_prompts = [one | {"phase": "prefill"} for one in rows[:4]]
     of_prompts += [row(2**16, "dense", 1.05, phase="prefill")]
     of_prompts += [row(2**16, "sketchwalk", 1.0, phase="prefill")]

@@ -176,7 +176,7 @@ def test_one_token_knows_nothing_of_what_stands_behind_it():
     np.testing.assert_array_equal(dense_attention(query[:, :1], key, value, **where), plain)
 
 
-# Given lists, on XLA; `test_kernels` tests the kernels. Chunks follow a cache.
+# Given lists, on XLA; tests/attention tests the kernels. Chunks follow a cache.
 LISTS = {
     "prefill": {"lengths": (90, 80, 49, 65)},
     "one list for each head": {"lengths": (90, 80), "lists": "head"},
