@@ -120,7 +120,9 @@ def test_queries_beyond_the_keys_see_only_keys_and_scores_are_scaled():
         np.testing.assert_allclose(out[0], wanted, **tolerance("attention"))
 
 
-@pytest.mark.parametrize(("row_tile", "block_step"), [(1, 2), (3, 16)])
+@pytest.mark.parametrize(
+    ("row_tile", "block_step"), [(3, 16), pytest.param(1, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("op", ["lists", "dense"])
 def test_tile_sizes_change_only_rounding(row_tile, block_step, op):
     case = Case(op=op, lengths=(257, 100), lists="kv_head", block_size=64, head_dim=32)

@@ -53,8 +53,6 @@ CASES = {
 }
 KEPT = {
     "several arrays, parts, the last one shorter",
-    "several narrow arrays, with a norm",
-    "whole numbers",
     "ragged rows",
 }
 

@@ -60,7 +60,7 @@ def test_shared_fields_are_said_and_files_without_newer_fields_are_readable():
     "options",
     [
         {"tasks": ("text_loss",)},
-        {"tasks": ("multi_key",), "phases": ("decode",)},
+        pytest.param({"tasks": ("multi_key",), "phases": ("decode",)}, marks=pytest.mark.slow),
         pytest.param({"tasks": ("multi_key",), "phases": ("both",)}, marks=pytest.mark.slow),
         {"policies": {DENSE: (1.0, 1.0, 0.0)}},
         pytest.param(

@@ -30,7 +30,7 @@ CASES = {
     "several wide tiles": (1, "bfloat16", 384, 512, 2, (0, 1)),
     "no group": (1, "bfloat16", 64, 128, 1, ()),
 }
-KEPT = {"more steps than slots", "no group"}
+KEPT = {"more steps than slots"}
 TRANSPOSED = {"more steps than slots", "several wide tiles", "tiles of three pieces"}
 
 

@@ -91,32 +91,34 @@ def test_a_shared_program_computes_what_one_for_these_lengths_does(weights, name
         np.testing.assert_allclose(*of_row, rtol=1e-5, atol=1e-5)
 
 
-def test_lengths_budgets_and_plans_compile_nothing(weights, compilations):
-    policies = {
-        "density": [recommended(0.3), recommended(0.2), recommended(0.7, min_tokens=64)],
-        "plan": [
-            recommended(0.4, plan=plan((0.2, 0.6), *[(0.5, 0.1), (0.1, 0.05)] * 2)),
-            recommended(0.3, plan=plan((0.2, 0.6), *[(0.1, 0.05), (0.5, 0.1)] * 2)),
-        ],
-        "paper": [POLICIES["paper"], dataclasses.replace(POLICIES["paper"], density=0.1)],
-        "quest": [ANY["quest"], ANY["quest-tokens"]],
-    }
-    for some in policies.values():
-        for number, (policy, length, new) in enumerate(
-            zip(some, (300, 257, 400), (3, 20, 9), strict=False)
-        ):
-            compilations.clear()
-            tokens, _ = prompts(length, seed=length)
-            run = generation.make_generate(MODEL, policy, max_new_tokens=new)
-            out = run(weights, tokens)
-            assert out.tokens.shape == (1, new)
-            named = {"model_config": MODEL, "policy": policy, "max_new_tokens": new}
-            whole = generation.generate(weights, tokens, **named)
-            chunks = list(generation.stream(weights, tokens, **named))
-            found = np.concatenate([one.tokens for one in chunks], axis=1)
-            np.testing.assert_array_equal(out.tokens, whole.tokens)
-            np.testing.assert_array_equal(out.tokens, found)
-            assert number == 0 or not compilations, (policy, compilations)
+SHARING = {
+    "budgets": [recommended(0.3), recommended(0.2), recommended(0.7, min_tokens=64)],
+    "plans": [
+        recommended(0.4, plan=plan((0.2, 0.6), *[(0.5, 0.1), (0.1, 0.05)] * 2)),
+        recommended(0.3, plan=plan((0.2, 0.6), *[(0.1, 0.05), (0.5, 0.1)] * 2)),
+    ],
+    "paper": [POLICIES["paper"], dataclasses.replace(POLICIES["paper"], density=0.1)],
+    "quest": [ANY["quest"], ANY["quest-tokens"]],
+}
+
+
+@pytest.mark.parametrize("changed", slow_unless("budgets".__eq__, SHARING))
+def test_lengths_budgets_and_plans_compile_nothing(weights, compilations, changed):
+    for number, (policy, length, new) in enumerate(
+        zip(SHARING[changed], (300, 257, 400), (3, 20, 9), strict=False)
+    ):
+        compilations.clear()
+        tokens, _ = prompts(length, seed=length)
+        run = generation.make_generate(MODEL, policy, max_new_tokens=new)
+        out = run(weights, tokens)
+        assert out.tokens.shape == (1, new)
+        named = {"model_config": MODEL, "policy": policy, "max_new_tokens": new}
+        whole = generation.generate(weights, tokens, **named)
+        chunks = list(generation.stream(weights, tokens, **named))
+        found = np.concatenate([one.tokens for one in chunks], axis=1)
+        np.testing.assert_array_equal(out.tokens, whole.tokens)
+        np.testing.assert_array_equal(out.tokens, found)
+        assert number == 0 or not compilations, (policy, compilations)
 
 
 def test_a_session_compiles_two_programs_a_class(weights, compilations):

@@ -27,7 +27,7 @@ def _programs_import_the_package(monkeypatch, program_environment):
     monkeypatch.setenv("PYTHONPATH", program_environment["PYTHONPATH"])
 
 
-@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.05, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", slow_unless(KEPT.__contains__, hostile.KINDS))
 def test_broken_input_is_read_or_refused(kind, share):
     """Tries 2,000 cases of all kinds: no other error, no crash, no hang, no half-written file."""

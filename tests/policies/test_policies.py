@@ -202,7 +202,7 @@ def test_chunks_padding_and_batch_change_nothing(name, lengths, chunk):
     assert [len(rows) for rows in whole[0]] == [-(-length // SIZE) for length in lengths]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless("recommended".__eq__, NAMES))
 def test_full_density_lists_everything(name):
     config = named(name, **(OPTIONS | {"density": 1.0}))
     _, query, key = draw(200)
@@ -359,7 +359,7 @@ def test_generation_at_full_density_equals_dense_and_chunks_change_nothing(name)
 # `test_prefill_decode` runs the recommended policy in a model, this test each in a layer.
 @pytest.mark.parametrize(
     "name",
-    slow_unless(["recommended", "oracle", "quest", "flexprefill"].__contains__, SOME_AND_ALL),
+    slow_unless(["recommended", "quest"].__contains__, SOME_AND_ALL),
 )
 def test_one_layer_at_full_density_equals_dense(name):
     some, everything = SOME_AND_ALL[name]
