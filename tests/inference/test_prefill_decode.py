@@ -157,7 +157,7 @@ def test_the_other_phase_is_dense(phase):
     np.testing.assert_allclose(pairs[:, 0] / total, model.densities(), **tolerance("density"))
 
 
-@settings(max_examples=3)
+@settings(max_examples=6)
 @given(cut=st.integers(1, 109))
 def test_a_prompt_may_be_continued_anywhere(cut):
     """The query mean of the block at the cut includes its tokens in both pieces."""
