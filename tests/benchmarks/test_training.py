@@ -103,7 +103,7 @@ def expected(kind: str, before: str, *, lists_chains: bool) -> list[str]:
 def test_every_answer_is_true_and_asked_after_what_it_needs(data: tuple, lists_chains: bool):
     rng, kinds = np.random.default_rng(0), set()
     for length in (256, 512, 2048):
-        for _ in range(15):
+        for _ in range(40):
             drawn = maker(data, lists_chains=lists_chains).draw(rng, length)
             for kind, before, answer in answers(data[0], *drawn):
                 values = expected(kind, before, lists_chains=lists_chains)

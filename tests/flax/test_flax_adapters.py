@@ -24,13 +24,14 @@ def _inputs(*shape, seed=0, dtype=jnp.float32):
 
 
 def _causal_mask(batch=2, dtype=bool):
-    return jnp.asarray(np.tril(np.ones((batch, 1, TOKENS, TOKENS), dtype)))
+    return nn.make_causal_mask(jnp.zeros((batch, TOKENS)), dtype=dtype)
 
 
 def _padding_mask(lengths):
-    """Returns the mask of right-padded sequences."""
-    is_token = np.arange(TOKENS) < np.asarray(lengths)[:, None]
-    return jnp.asarray(np.tril(is_token[:, None, :, None] & is_token[:, None, None]))
+    """Returns the mask of right-padded sequences, as Flax's functions make it."""
+    is_token = jnp.arange(TOKENS)[None, :] < jnp.asarray(lengths)[:, None]
+    padding = nn.make_attention_mask(is_token, is_token, dtype=bool)
+    return nn.combine_masks(padding, _causal_mask(len(lengths)), dtype=bool)
 
 
 def _nnx(x, *args, attention_fn=None, init=None, **call):
@@ -66,7 +67,7 @@ DROPOUT = {"dropout_rate": 0.3, "deterministic": False}
 
 DENSE_CALLS = {
     "plain": {},
-    "float_mask": {"mask": _causal_mask(dtype=np.float32)},
+    "float_mask": {"mask": _causal_mask(dtype=jnp.float32)},
     "padding_mask": {"mask": _padding_mask([TOKENS, 30])},
     "bfloat16": {"init": {"dtype": jnp.bfloat16}},
     "precision": {"init": {"precision": "highest"}},
@@ -190,8 +191,8 @@ def test_sparse_is_one_step_of_the_walk(layer):
 
 
 def _window_mask():
-    index = np.arange(TOKENS)
-    return _causal_mask() & jnp.asarray((index[:, None] - index < 40)[None, None])
+    index = jnp.arange(TOKENS)
+    return _causal_mask() & (index[:, None] - index[None, :] < 40)[None, None]
 
 
 UNFIT_MASKS = {
@@ -237,7 +238,7 @@ UNSUPPORTED = {
     "dropout": ({"init": DROPOUT}, r"dropout must be off \(deterministic=True\).* 0.3"),
     "sown_weights": ({"sow_weights": True}, "sow_weights must be False"),
     "decode": ({"init": {"decode": True}}, "same tokens, got 1 and 75.*decode=True"),
-    "other_tokens": ({"inputs_k": jnp.ones((2, 60, WIDTH))}, "same tokens, got 75 and 60"),
+    "other_tokens": ({"inputs_k": _inputs(2, 60, WIDTH)}, "same tokens, got 75 and 60"),
 }
 
 
