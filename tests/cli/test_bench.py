@@ -120,6 +120,25 @@ def test_an_interrupted_run_keeps_what_it_has_and_another_goes_on(run, asked, mo
     assert run(*lengths)[1] == table and asked == [256]  # the second call measures nothing
 
 
+def test_dense_and_sparse_rounds_alternate_until_time_is_up(monkeypatch):
+    """The first round compiles, and does not count."""
+    calls = []
+
+    def run(is_dense):
+        calls.append(is_dense)
+        return {"token": float(len(calls))}
+
+    found = bench._in_turns(run)
+    assert calls == [True, False] * (1 + bench.ROUNDS)
+    assert found == {
+        ("token", True): [*range(3, len(calls), 2)],
+        ("token", False): [*range(4, len(calls) + 1, 2)],
+    }
+    monkeypatch.setattr(bench, "MOST_SECONDS", -1.0)
+    calls.clear()
+    assert bench._in_turns(run) == {("token", True): [3], ("token", False): [4]}
+
+
 @pytest.mark.unchecked
 def test_a_length_that_does_not_fit_ends_the_times(run, asked, monkeypatch):
     def run_model(*arguments):

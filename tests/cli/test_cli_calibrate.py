@@ -69,15 +69,27 @@ def test_a_plan_is_measured_and_stands_where_load_finds_it(measured):
     assert not [path for path in measured.iterdir() if path.name.endswith(".partial")]
 
 
-@pytest.mark.weekly
-def test_the_table_has_a_line_for_each_layer(model, tmp_path, sketchwalk):
-    out = tmp_path / "plan.json"
+def test_the_table_has_a_line_for_each_layer(model, planned, tmp_path, sketchwalk, monkeypatch):
+    out, known = tmp_path / "plan.json", load(planned)[1].plan
+
+    def plan_of(params, prompts, *, fingerprint, after, **_):
+        for _ in prompts:
+            after()
+        return dataclasses.replace(known, fingerprint=fingerprint, model_losses=())
+
+    def losses_of(params, texts, *, num_tokens, **_):
+        return [dataclasses.replace(one, tokens=num_tokens) for one in known.model_losses]
+
+    monkeypatch.setattr(cli.calibrate, "make_plan", plan_of)
+    monkeypatch.setattr(cli.calibrate, "measure_losses", losses_of)
     printed, err = sketchwalk("calibrate", "--model", model, *MEASURE, "--prompts", 2, "--out", out)
     measured = json.loads(out.read_text())["measured"]
     assert (measured["prompts"], len(measured["tasks"])) == (2, 2)
     header, *lines = printed.splitlines()
     assert len(lines) == NUM_LAYERS and len({len(line) for line in lines}) == 1
     plan = Plan.read(out)
+    assert plan.errors == known.errors and plan.fingerprint == fingerprint(model)
+    assert [one.tokens for one in plan.model_losses] == [1024] * 4 + [2048] * 4
     tried = [f"loss at {one:.3f}" for one in plan.densities[0]]
     titles = ["layer", *tried]
     titles += [f"{what} at {one}" for one in (0.1, 0.2) for what in ("density", "queries")]

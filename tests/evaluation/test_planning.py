@@ -44,6 +44,19 @@ def plan() -> Plan:
     return found
 
 
+def test_each_layer_loses_less_at_a_larger_density():
+    """The next tests, long ones, measure more densities, prompts and representatives."""
+    model, tokens = dataclasses.replace(MODEL, num_layers=2), tiny.prompts(320)[0]
+    given = {"model_config": model, "policy": SMALL, "densities": (0.3, 0.6)}
+    plan = make_plan(tiny.params(model=model), [tokens[0]], representatives=(8,), **given)
+    assert plan.num_layers == 2 and plan.representatives == (8,)
+    for densities, errors in zip(plan.densities, plan.errors, strict=True):
+        assert densities == pytest.approx((0.37, 0.62), abs=0.01)
+        assert errors[0] > 2 * errors[1] > 0
+    assert all(weight > 0 for weight in plan.weights)
+    assert all(0 < one <= 1 for (one,) in plan.misses)
+
+
 @pytest.mark.slow
 def test_every_layer_is_measured_at_several_densities(plan):
     assert plan.num_layers == MODEL.num_layers and plan.fingerprint == "a" * 64

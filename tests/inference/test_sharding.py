@@ -223,6 +223,7 @@ CHECKS = [
     call("check_products", ALL),
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
+    call("check_lists", ["quest"], {"sequence": 2, "tensor": 2}),
     call("check_types_of_policies", ["paper"]),
     call("check_refused_evaluation"),
 ]
@@ -231,7 +232,7 @@ LONG_CHECKS = [
     call("check_types_on_explicit_axes"),
     call("check_model", ["recommended"], ALL, chunk_size=64),
     call("check_bytes", ["whole_blocks"], ALL),
-    call("check_lists", ["recommended", "quest"], ALL),
+    call("check_lists", ["recommended"], ALL),
     call("check_lists", [*MAIN, "oracle_for_all"], {"tensor": 8}),
     call("check_model", ["paper"], {"data": 4}),
     call("check_model", ["quest"], {"tensor": 8}, chunk_size=48),

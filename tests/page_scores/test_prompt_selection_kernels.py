@@ -117,11 +117,18 @@ def run(queries, stored, rows, lengths, *, kernel_config):
     )
 
 
-@pytest.mark.slow
+KINDS = [*((case, "random") for case in CASES), *(("three heads for one", x) for x in HOSTILE)]
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("case", "kind"),
-    [*((case, "random") for case in CASES), *(("three heads for one", x) for x in HOSTILE)],
+    ("gpu", "case", "kind"),
+    [
+        pytest.param("ampere", *KINDS[0]),
+        *(pytest.param("ampere", *one, marks=pytest.mark.slow) for one in KINDS[1:]),
+        *(pytest.param("hopper", *one, marks=pytest.mark.slow) for one in KINDS),
+    ],
+    indirect=["gpu"],
 )
 def test_the_kernels_find_what_plain_jax_finds(case, kind, monkeypatch):
     monkeypatch.setattr(api, "_MOST_MAX_LOGITS", 2**15)  # splits some prompts
