@@ -787,9 +787,12 @@ def check_inside_shard_map(name: str, *, has_models: bool) -> None:
     for case in [*_attention_cases(policy), _own_layer_case(policy)]:
         for check_vma in (True, False):
             _assert_same(case, _inside(case, check_vma=check_vma), case[2])
-    if has_models:  # types, if checked, are the difficulty
-        for case in [*_model_cases(policy), *_model_cases(policy, tiny.EXPERTS)[:2]]:
-            _assert_same(case, _inside(case, check_vma=True), case[2])
+    if has_models:
+        cases = [*_model_cases(policy), *_model_cases(policy, tiny.EXPERTS)[:2]]
+        for index, case in enumerate(cases):
+            # Without checks, only gradients of weights differ: one case has them all.
+            for check_vma in (True, False) if index == 0 else (True,):
+                _assert_same(case, _inside(case, check_vma=check_vma), case[2])
 
 
 def check_types_inside_shard_map() -> None:

@@ -121,22 +121,23 @@ def test_an_interrupted_run_keeps_what_it_has_and_another_goes_on(run, asked, mo
 
 
 def test_dense_and_sparse_rounds_alternate_until_time_is_up(monkeypatch):
-    """The first round compiles, and does not count."""
-    calls = []
+    """The first round compiles: neither its times nor its duration count."""
+    calls, now, quarter = [], 0.0, bench.MOST_SECONDS / 4
 
     def run(is_dense):
+        nonlocal now
         calls.append(is_dense)
-        return {"token": float(len(calls))}
+        now += 100.0 if len(calls) <= 2 else quarter
+        return {"token": now}
 
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now)
     found = bench._in_turns(run)
-    assert calls == [True, False] * (1 + bench.ROUNDS)
-    assert found == {
-        ("token", True): [*range(3, len(calls), 2)],
-        ("token", False): [*range(4, len(calls) + 1, 2)],
-    }
-    monkeypatch.setattr(bench, "MOST_SECONDS", -1.0)
+    assert calls == [True, False] * 4  # a third round begins before time is up
+    own = [200.0 + one * quarter for one in range(1, 7)]
+    assert found == {("token", True): own[::2], ("token", False): own[1::2]}
+    monkeypatch.setattr(bench, "MOST_SECONDS", 1e6)
     calls.clear()
-    assert bench._in_turns(run) == {("token", True): [3], ("token", False): [4]}
+    assert len(bench._in_turns(run)["token", True]) == bench.ROUNDS
 
 
 @pytest.mark.unchecked

@@ -223,7 +223,7 @@ CHECKS = [
     call("check_products", ALL),
     call("check_mixture", ALL),
     call("check_gated_rows", {"data": 2, "sequence": 4}),
-    call("check_lists", ["quest"], {"sequence": 2, "tensor": 2}),
+    call("check_lists", ["quest"], ALL),
     call("check_types_of_policies", ["paper"]),
     call("check_refused_evaluation"),
 ]
