@@ -428,6 +428,23 @@ def test_defaults_are_the_published_ones():
         ("streaming", {"preset": "paper"}, "preset must be None for the streaming policy"),
         ("dense", {"preset": "paper"}, "preset must be None for the dense policy"),
         ("sketchwalk", {"preset": "best"}, "preset must be one of"),
+        ("sketchwalk", {"preset": "paper", "exponent": 99}, "exponent must be at most .*, got 99"),
+        (
+            "sketchwalk",
+            {"preset": "paper", "transition": "relu_power", "beta": 0.5},
+            "beta must be None or 0 unless transition is 'softmax'",
+        ),
+        *[
+            ("sketchwalk", {"preset": "recommended", **fields}, message)
+            for fields, message in (
+                ({"page_size": 24}, "page_size must be a power of two, got 24"),
+                ({"exponent": 99}, "exponent must be at most .*, got 99"),
+                ({"representatives": 65}, "at most the 64 queries of a block, got 65"),
+                ({"min_tokens": (1, 2, 3)}, "min_tokens must have 2 numbers"),
+                ({"layer_representatives": 8}, "layer_representatives must be a tuple, got 8"),
+                ({"num_layers": 3, "plan": tiny.plan((0.1, 0.6), (0.5, 0.1))}, "of a model with 3"),
+            )
+        ],
         ("oracle", {"seed": 1}, "oracle must be given fields that it has"),
         ("oracle", {"density": 0.0}, "density must be in"),
         ("minference", {"density": 0.2}, "density must be None for minference, .* set scale, or"),
