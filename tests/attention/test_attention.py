@@ -176,7 +176,7 @@ def test_a_scale_is_a_number_that_is_known():
         dense_attention(*arrays, scale=np.float32(np.nan))
 
 
-IDS = jnp.zeros((2, 1, 3, 2), jnp.int32)
+IDS = np.zeros((2, 1, 3, 2), np.int32)
 LISTS = BlockSelection(IDS, IDS[..., 0], 16)
 
 
@@ -194,7 +194,7 @@ def other_lists(ids=IDS, **changes):
         ),
         (other_lists(IDS[:1]), "lists for 2 sequences and 3 query blocks, got ids of shape .1, 1"),
         (other_lists(IDS[:, :, :2]), "2 sequences and 3 query blocks, got ids of shape .2, 1, 2"),
-        (other_lists(jnp.repeat(IDS, 3, axis=1)), "must have 1, 2 or 4 lists per row, got 3"),
+        (other_lists(np.repeat(IDS, 3, axis=1)), "must have 1, 2 or 4 lists per row, got 3"),
         (
             {"selection": dataclasses.replace(LISTS, ids=IDS[..., :0])},
             "room for at least one block, got P = 0",
@@ -202,20 +202,25 @@ def other_lists(ids=IDS, **changes):
         (other_lists(IDS.astype("uint8")), "must hold int32 ids and counts, got uint8 and uint8"),
         (other_lists(IDS[:, :, :2], block_size=24), "block_size must be a power of two, got 24"),
         (other_lists(IDS[:, :, :2], row_size=24), "multiple of the block size 16, got 24"),
-        ({"key": jnp.ones((2, 48, 2, 16), "bfloat16")}, "query's dtype float32, got bfloat16"),
-        ({"key": jnp.ones((1, 48, 2, 16))}, "key and value must have one shape"),
+        ({"key": np.ones((2, 48, 2, 16), jnp.bfloat16)}, "query's dtype float32, got bfloat16"),
+        ({"key": np.ones((1, 48, 2, 16), np.float32)}, "key and value must have one shape"),
         (
-            {name: jnp.ones((1, 48, 2, 16)) for name in ("key", "value")},
+            {name: np.ones((1, 48, 2, 16), np.float32) for name in ("key", "value")},
             "key must have query's batch size 2, got 1",
         ),
         (
-            {name: jnp.ones((2, 40, 2, 16), int) for name in ("query", "key", "value")},
+            {name: np.ones((2, 40, 2, 16), np.int32) for name in ("query", "key", "value")},
             "query must be floating point, got int32",
         ),
     ],
 )
 def test_lists_and_arrays_that_do_not_fit_are_refused(changes, message):
-    key = jnp.ones((2, 48, 2, 16))
-    arrays = {"query": jnp.ones((2, 40, 4, 16)), "key": key, "value": key, "selection": LISTS}
+    key = np.ones((2, 48, 2, 16), np.float32)
+    arrays = {
+        "query": np.ones((2, 40, 4, 16), np.float32),
+        "key": key,
+        "value": key,
+        "selection": LISTS,
+    }
     with pytest.raises(ValueError, match=message):
         block_sparse_attention(**arrays | changes)

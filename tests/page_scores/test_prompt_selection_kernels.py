@@ -399,10 +399,11 @@ def test_a_prompt_is_selected_alike(gpu):
             query, key[None], stored, walk, layer=layer, span=span, kernel_config=kernel_config
         )[0]
 
-    found, wanted = (select(kernel_config=one) for one in (KERNELS, None))
+    traced = select.trace(kernel_config=KERNELS)
+    run_kernels = traced.lower().compile()
+    found, wanted = run_kernels(), select(kernel_config=None)
     if not KERNELS.interpret:  # which takes long
-        again = select(kernel_config=KERNELS)
-        jax.tree.map(np.testing.assert_array_equal, found, again)
+        jax.tree.map(np.testing.assert_array_equal, found, run_kernels())
     np.testing.assert_array_equal(found.counts, wanted.counts)
     assert (found.block_size, found.row_size) == (wanted.block_size, wanted.row_size)
     counts = np.asarray(wanted.counts)[0, 0]
@@ -411,7 +412,7 @@ def test_a_prompt_is_selected_alike(gpu):
     common = [len({*x[:n]} & {*y[:n]}) for x, y, n in zip(*pairs, counts, strict=True)]
     assert sum(common) > 0.95 * counts.sum()
     if KERNELS.interpret:
-        text = str(select.trace(kernel_config=KERNELS).jaxpr)
+        text = str(traced.jaxpr)
         names = r"=(\w*max_logits\w*|\w*_scores\w*|\w+_offsets|quantized_keys|representatives)\b"
         own = {"max_logits_kernel", "page_scores_kernel"}
         own = {"page_max_logits", "block_scores", "dequantized_offsets"} if gpu == "hopper" else own
