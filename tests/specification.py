@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sketchwalk_jax import algorithm
@@ -37,6 +38,15 @@ def layer(policy: Any, **changes: Any) -> Callable[..., Any]:
     rule = algorithm.paper_layer if is_paper else algorithm.recommended_layer
     fields = {name: getattr(policy, name) for name in constants(rule) if name != "is_token"}
     return functools.partial(compiled(rule), **(fields | changes))
+
+
+def neutral_walk(policy: Any, num_tokens: int, *, is_token: bool) -> jax.Array:
+    """Returns the walk that has the effect of `None`, for which a program would be compiled."""
+    num_blocks = -(-num_tokens // policy.block_size)
+    if not isinstance(policy, RecommendedConfig):
+        return jnp.eye(num_blocks)
+    pages = num_blocks * (policy.block_size // policy.page_size)
+    return jnp.zeros((1 if is_token else num_blocks, pages))
 
 
 def assert_same_pages(

@@ -11,6 +11,7 @@ import masked_attention
 import numpy as np
 import pytest
 import reference
+from arrays import normal
 from masked_attention import Case, draw
 from tolerances import tolerance
 from variants import slow_unless
@@ -150,7 +151,7 @@ def transformed(how: str, function, x: jax.Array) -> jax.Array:
 # `test_sharding` has gradients inside `shard_map`.
 @pytest.mark.parametrize("how", slow_unless("scan".__eq__, ["vmap", "scan", "checkpoint"]))
 def test_transformations_change_only_rounding(how):
-    query = jax.random.normal(jax.random.key(0), (1, 48, 4, 16))
+    query = normal((1, 48, 4, 16))
     selection = full_selection(jnp.arange(3, dtype=jnp.int32)[None], 3, block_size=16)
     key = query[:, :, :2] * 0.7
 
@@ -238,7 +239,7 @@ def cotangents_of_a_layer(query, key, value):
 
 
 def test_selection_is_a_constant():
-    arrays = jax.random.normal(jax.random.key(1), (3, 1, 80, 2, 16))
+    arrays = normal((3, 1, 80, 2, 16), seed=1)
     sums, of_output, of_walk = cotangents_of_a_layer(*arrays)
     assert sums[1] > 0.0
     assert all(np.isfinite(x).all() and np.abs(x).max() > 0.1 for x in of_output)

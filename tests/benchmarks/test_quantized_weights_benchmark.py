@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import quantized_weights  # noqa: E402
 import tables  # noqa: E402
+from arrays import normal
 
 
 @pytest.mark.slow
@@ -48,7 +49,7 @@ def test_widened_weights_are_the_quantised_ones():
     narrow = quantize_params(params, "float8")
     wide = quantized_weights._widen(params, narrow)
     assert jax.tree.map(jnp.shape, wide) == jax.tree.map(jnp.shape, params)
-    x = jax.random.normal(jax.random.key(1), (3, tiny.MODEL.hidden_size))
+    x = normal((3, tiny.MODEL.hidden_size), seed=1)
     for name in ("query", "up"):
         kernel, leaf = wide["layers"][name]["kernel"][1], narrow["layers"][name]
         own = leaf["quantized"][1].astype(jnp.float32) * leaf["scales"][1][..., None]

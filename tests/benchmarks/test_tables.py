@@ -1,5 +1,6 @@
 """Rows are chosen, pooled and compared by prompt; tables show that and every gap."""
 
+import functools
 import re
 
 import numpy as np
@@ -25,8 +26,14 @@ from sketchwalk_jax.evaluation.tables import (
     summary_table,
 )
 
-ROWS = make_rows()
-ALL_ROWS = make_rows(policies=POLICIES | RIVALS, lengths=(4096, LONGEST), has_bytes=True)
+every_row = functools.cache(make_rows)
+
+
+@functools.cache
+def rival_rows():
+    return make_rows(policies=POLICIES | RIVALS, lengths=(4096, LONGEST), has_bytes=True)
+
+
 AT_02 = {"density": 0.2, "tokens": LONGEST}
 DENSITY = "Density: sparse / all layers"
 
@@ -63,8 +70,8 @@ def test_pairs_count_and_not_only_shares():
 
 @pytest.mark.parametrize("task", ["single_needle", "variable_tracking", "mid_prompt"])
 def test_pooled_rows_count_every_prompt_once(task):
-    chosen = rows_with(ROWS, label="damped", phase="prefill", task=task, **AT_02)
-    expected = right_answers(ROWS, "damped", "prefill", task)
+    chosen = rows_with(every_row(), label="damped", phase="prefill", task=task, **AT_02)
+    expected = right_answers(every_row(), "damped", "prefill", task)
     interval = binomtest(sum(expected), len(expected)).proportion_ci(method="wilson")
     by_depth = [row for row in chosen if row["depth"] is not None]
     # Without a row of all depths, those by depth count.
@@ -81,8 +88,8 @@ def test_nothing_pools_to_nothing():
 
 
 def test_dense_answers_to_every_density_and_own_densities_to_all():
-    assert rows_with(ROWS, label="dense", phase="decode", density=0.1)
-    own = rows_with(ROWS, label="released", phase="decode", density=0.1)
+    assert rows_with(every_row(), label="dense", phase="decode", density=0.1)
+    own = rows_with(every_row(), label="released", phase="decode", density=0.1)
     assert {(row["density"], row["phase"]) for row in own} == {(None, "decode")}
 
 
@@ -101,12 +108,12 @@ def test_differences_have_signs(value, text):
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
 def test_accuracy_table_holds_every_policy_and_task(phase):
-    found = cells(accuracy_table(ROWS, phase=phase, **AT_02))
-    assert list(found) == ["dense", *(f"`{name}`" for name in policy_labels(ROWS)[1:])]
+    found = cells(accuracy_table(every_row(), phase=phase, **AT_02))
+    assert list(found) == ["dense", *(f"`{name}`" for name in policy_labels(every_row())[1:])]
     titles = {"Single needle": "single_needle", "Variable tracking": "variable_tracking"}
     for label, line in found.items():
         for title, task in titles.items():
-            expected = right_answers(ROWS, label.strip("`"), phase, task)
+            expected = right_answers(every_row(), label.strip("`"), phase, task)
             assert line[title].startswith(f"{np.mean(expected):.2f} (")
     assert found["dense"][DENSITY] == "1.00 / 1.00"
     assert found["`released`"][DENSITY].startswith("0.44 / ")
@@ -114,31 +121,33 @@ def test_accuracy_table_holds_every_policy_and_task(phase):
 
 
 def test_differences_are_those_of_the_same_prompts():
-    found = cells(difference_table(ROWS, phase="both", density=0.1, tokens=LONGEST))
+    found = cells(difference_table(every_row(), phase="both", density=0.1, tokens=LONGEST))
     assert "dense" not in found
     first, dense = (
-        right_answers(ROWS, name, "both", "multi_key", 0.1) for name in ("random", "dense")
+        right_answers(every_row(), name, "both", "multi_key", 0.1) for name in ("random", "dense")
     )
     expected = np.mean(np.subtract(first, dense))
     assert found["`random`"]["One of many keys"].startswith(f"{signed(expected)} (")
 
 
 def test_hops_and_lengths_are_columns():
-    found = cells(hops_table(ROWS, **AT_02))
-    (row,) = rows_with(ROWS, label="damped", phase="decode", hops=3, **AT_02)
+    found = cells(hops_table(every_row(), **AT_02))
+    (row,) = rows_with(every_row(), label="damped", phase="decode", hops=3, **AT_02)
     assert found["`damped` Decode"]["3 statements"].startswith(f"{row['exact']:.2f} (")
     assert {"2 statements", "4 statements"} < set(found["dense"])
-    found = cells(lengths_table(ROWS, density=0.2))
-    tasks = {row["task"] for row in ROWS} - {"text_loss"}
-    expected = np.mean(sum((right_answers(ROWS, "one_hop", "both", task) for task in tasks), []))
+    found = cells(lengths_table(every_row(), density=0.2))
+    tasks = {row["task"] for row in every_row()} - {"text_loss"}
+    expected = np.mean(
+        sum((right_answers(every_row(), "one_hop", "both", task) for task in tasks), [])
+    )
     shown = found["`one_hop` Prefill and decode"]["16,384 tokens"]
     assert shown.startswith(f"{expected:.2f} (")
 
 
 def test_text_loss_is_compared_prompt_by_prompt():
-    found = cells(loss_table(ROWS, densities=(0.2,), tokens=LONGEST))
-    (dense,) = rows_with(ROWS, label="dense", task="text_loss", tokens=LONGEST)
-    (paper,) = rows_with(ROWS, label="paper", phase="both", task="text_loss", **AT_02)
+    found = cells(loss_table(every_row(), densities=(0.2,), tokens=LONGEST))
+    (dense,) = rows_with(every_row(), label="dense", task="text_loss", tokens=LONGEST)
+    (paper,) = rows_with(every_row(), label="paper", phase="both", task="text_loss", **AT_02)
     more = np.subtract(paper["text_losses"], dense["text_losses"])
     low, high = t.interval(0.95, len(more) - 1, more.mean(), more.std(ddof=1) / len(more) ** 0.5)
     assert found["dense"]["Density 0.2"] == f"{dense['text_loss']:.3f}"
@@ -147,8 +156,8 @@ def test_text_loss_is_compared_prompt_by_prompt():
 
 
 def test_recall_is_the_mean_over_sparse_layers():
-    found = cells(recall_table(ROWS, densities=(0.2,), tokens=LONGEST))
-    (row, *_) = rows_with(ROWS, label="paper", phase="prefill", **AT_02)
+    found = cells(recall_table(every_row(), densities=(0.2,), tokens=LONGEST))
+    (row, *_) = rows_with(every_row(), label="paper", phase="prefill", **AT_02)
     assert found["`paper`"] == {
         "Policy": "`paper`",
         "Sparse in": "Prefill",
@@ -158,29 +167,29 @@ def test_recall_is_the_mean_over_sparse_layers():
 
 
 def test_policies_of_one_phase_have_rows_there_alone():
-    summary = cells(summary_table(ALL_ROWS, **AT_02))
+    summary = cells(summary_table(rival_rows(), **AT_02))
     quest, paper = summary["`quest`"], summary["`paper`"]
     assert quest["Prefill"] == quest["Prefill and decode"] == "–" != quest["Decode"]
-    loss = pool(rows_with(ALL_ROWS, label="quest", task="text_loss", **AT_02))
+    loss = pool(rows_with(rival_rows(), label="quest", task="text_loss", **AT_02))
     assert quest["Text loss"] == f"{loss.text_loss:.3f}"
     assert quest[DENSITY] == paper[DENSITY]
     for table in (
-        lengths_table(ALL_ROWS, density=0.2),
-        loss_table(ALL_ROWS, densities=(0.2, 0.1), tokens=LONGEST),
-        recall_table(ALL_ROWS, densities=(0.2, 0.1), tokens=LONGEST),
+        lengths_table(rival_rows(), density=0.2),
+        loss_table(rival_rows(), densities=(0.2, 0.1), tokens=LONGEST),
+        recall_table(rival_rows(), densities=(0.2, 0.1), tokens=LONGEST),
     ):
         assert not re.search(r"(?<!\d)–", table)  # no gap; dashes of intervals follow digits
         phases = {line.split(" | ")[1] for line in table.splitlines() if "`minference`" in line}
         assert phases == {"Prefill"}
-    assert "`quest`" not in accuracy_table(ALL_ROWS, phase="prefill", **AT_02)
+    assert "`quest`" not in accuracy_table(rival_rows(), phase="prefill", **AT_02)
 
 
 def test_settings_by_calibration_are_listed():
-    lines = [line.split(" | ") for line in settings_table(ALL_ROWS).splitlines()[2:]]
+    lines = [line.split(" | ") for line in settings_table(rival_rows()).splitlines()[2:]]
     assert len(lines) == 3 * 2 * 2  # policies, densities, lengths
     assert lines[0][:5] == ["| `minference`", "prefill", "0.2", "4,096", "`scale` 0.2266"]
     assert lines[4][4] == "`gamma` 0.5, `min_budget` 128"
     assert lines[-1][4] == "`thresholds` (-1.25, 0.03125, 1.25)"
-    (row, *_) = rows_with(ALL_ROWS, label="minference", tokens=4096, density=0.2)
+    (row, *_) = rows_with(rival_rows(), label="minference", tokens=4096, density=0.2)
     value = f"{row['measured_density_sparse_layers']:.3f}"
     assert lines[0][5] == f"{value} ({value}–{value}) |"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import kernel_draws
 import numpy as np
 import pytest
+from arrays import normal
 from kernel_draws import KERNELS
 from variants import INTERPRET, slow_unless
 
@@ -327,7 +328,7 @@ def test_a_layer_multiplies_few_rows_with_the_kernel(case, monkeypatch):
     dtype = "bfloat16" if weights else "float16"
 
     def draw(seed, *shape):
-        return jax.random.normal(jax.random.key(seed), shape).astype(dtype) / 8
+        return normal(shape, seed=seed, dtype=dtype) / 8
 
     kernels = {"query": draw(0, 2, 128, 2, 64), "key": draw(1, 2, 128, 1, 64)}
     params = {"layers": {name: {"kernel": one} for name, one in kernels.items()}}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from arrays import normal
 from kernel_draws import KERNELS, needs_hopper
 from tolerances import tolerance
 from variants import INTERPRET, RUNS_COMPILED, slow_unless
@@ -188,7 +189,7 @@ def test_a_layer_has_its_mlp_from_the_kernel():
         asked.append(found is not None)
         return found
 
-    x = jax.random.normal(jax.random.key(0), (2, 3, MODEL.hidden_size)).astype(jnp.bfloat16)
+    x = normal((2, 3, MODEL.hidden_size), dtype=jnp.bfloat16)
     found, refused, plain = (layer(params, by).mlp(x) for by in (gate, lambda *_: None, None))
     assert asked == [True]
     np.testing.assert_array_equal(refused.astype("f4"), plain.astype("f4"))

@@ -1,5 +1,6 @@
 """Figures of an evaluation show the values in its rows."""
 
+import functools
 import sys
 from collections.abc import Iterator
 
@@ -20,7 +21,7 @@ from sketchwalk_jax.evaluation.report import (
 )
 from sketchwalk_jax.evaluation.tables import policy_labels, rows_with, task_title
 
-ROWS = make_rows()
+every_row = functools.cache(make_rows)
 
 
 @pytest.fixture(autouse=True)
@@ -31,29 +32,29 @@ def _closed_figures() -> Iterator[None]:
 
 @pytest.mark.parametrize("phase", slow_unless("both".__eq__, ["prefill", "decode", "both"]))
 def test_accuracy_stands_at_its_measured_density(phase):
-    figure = plot_accuracy(ROWS, phase=phase)
+    figure = plot_accuracy(every_row(), phase=phase)
     figure.canvas.draw()
     axes = panels(figure)
     assert list(axes) == [task_title(task) for task in TASKS]
-    labels = [label for label in policy_labels(ROWS) if label != "dense"]
+    labels = [label for label in policy_labels(every_row()) if label != "dense"]
     axis = axes["One of many keys"]
     for label, bar in zip(labels, axis.containers, strict=True):
         densities = (0.2,) if label == "released" else (0.1, 0.2)
         place = {"label": label, "phase": phase, "tokens": LONGEST, "task": "multi_key"}
         measured, expected = [], []
         for density in densities:
-            (row,) = rows_with(ROWS, density=density, **place)
+            (row,) = rows_with(every_row(), density=density, **place)
             measured.append(row["measured_density_sparse_layers"])
-            expected.append(np.mean(right_answers(ROWS, label, phase, "multi_key", density)))
+            expected.append(np.mean(right_answers(every_row(), label, phase, "multi_key", density)))
         x, y = bar.lines[0].get_data(orig=False)
         np.testing.assert_allclose((x, y), (measured, expected), atol=1e-9)
         assert bar.lines[0].get_transform() == axis.transData
 
 
 def test_intervals_are_those_of_the_rows():
-    axis = panels(plot_accuracy(ROWS, phase="prefill", tokens=4096))["Aggregation"]
+    axis = panels(plot_accuracy(every_row(), phase="prefill", tokens=4096))["Aggregation"]
     (row,) = rows_with(
-        ROWS, label="oracle", phase="prefill", task="aggregation", tokens=4096, density=0.1
+        every_row(), label="oracle", phase="prefill", task="aggregation", tokens=4096, density=0.1
     )
     (bars,) = axis.containers[0].lines[2]
     _, ends = bars.get_segments()[0].T
@@ -61,9 +62,9 @@ def test_intervals_are_those_of_the_rows():
 
 
 def test_dense_is_a_line_and_loss_has_an_axis_of_its_own():
-    axes = panels(plot_accuracy(ROWS, phase="decode"))
-    (row,) = rows_with(ROWS, label="dense", task="text_loss", tokens=LONGEST)
-    dense = np.mean(right_answers(ROWS, "dense", "both", "mid_prompt"))
+    axes = panels(plot_accuracy(every_row(), phase="decode"))
+    (row,) = rows_with(every_row(), label="dense", task="text_loss", tokens=LONGEST)
+    dense = np.mean(right_answers(every_row(), "dense", "both", "mid_prompt"))
     for title, value in {"Question mid-prompt": dense, "Text loss": row["text_loss"]}.items():
         (line,) = (one for one in axes[title].lines if one.get_linestyle() == "--")
         np.testing.assert_allclose(line.get_ydata(), value)
@@ -86,12 +87,13 @@ def test_policies_keep_their_colours_and_new_ones_get_others():
 
 
 def test_needles_stand_at_their_depth_and_length():
-    rows = [row for row in ROWS if (row["preset"], row["tokens"]) != ("damped", 8192)]
+    rows = [row for row in every_row() if (row["preset"], row["tokens"]) != ("damped", 8192)]
     figure = plot_needle_depth(rows, phase="both", density=0.1)
     axes = {title.partition(":")[0]: axis for title, axis in panels(figure).items()}
-    assert list(axes) == policy_labels(ROWS)
+    assert list(axes) == policy_labels(every_row())
     values = shown(axes["streaming"]).reshape(10, 3)
-    for row in rows_with(ROWS, label="streaming", phase="both", task="single_needle", density=0.1):
+    place = {"phase": "both", "task": "single_needle", "density": 0.1}
+    for row in rows_with(every_row(), label="streaming", **place):
         if row["depth"] is not None:
             place = round(row["depth"] * 10 - 0.5), [4096, 8192, 16384].index(row["tokens"])
             assert values[place] == row["exact"]
@@ -102,10 +104,10 @@ def test_needles_stand_at_their_depth_and_length():
 
 @pytest.mark.parametrize("field", ["mass_recall_by_layer", "output_error_by_layer"])
 def test_layers_have_the_mean_over_tasks_and_dense_ones_nothing(field):
-    (axis,) = plot_by_layer(ROWS, field=field, density=0.1).axes
-    labels = [label for label in policy_labels(ROWS) if label != "dense"]
+    (axis,) = plot_by_layer(every_row(), field=field, density=0.1).axes
+    labels = [label for label in policy_labels(every_row()) if label != "dense"]
     for label, line in zip(labels, axis.lines, strict=True):
-        chosen = rows_with(ROWS, label=label, phase="prefill", tokens=LONGEST, density=0.1)
+        chosen = rows_with(every_row(), label=label, phase="prefill", tokens=LONGEST, density=0.1)
         lists = [row[field][2:] for row in chosen if row[field] is not None]
         np.testing.assert_allclose(line.get_ydata()[2:], np.mean(lists, axis=0))
         assert np.all(np.isnan(line.get_ydata()[:2]))
@@ -123,13 +125,13 @@ def test_layers_have_the_mean_over_tasks_and_dense_ones_nothing(field):
 )
 def test_wrong_choices_are_refused(plot, options, message):
     with pytest.raises(ValueError, match=message):
-        plot(ROWS, **options)
+        plot(every_row(), **options)
     with pytest.raises(ValueError, match="rows must hold at least one row"):
         plot([])
 
 
-@pytest.mark.parametrize("draw", [lambda: plot_accuracy(ROWS), lambda: plot_by_layer(ROWS)])
-def test_missing_matplotlib_names_the_extra(monkeypatch, draw):
+@pytest.mark.parametrize("plot", [plot_accuracy, plot_by_layer])
+def test_missing_matplotlib_names_the_extra(monkeypatch, plot):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"sketchwalk-jax\[plots\]"):
-        draw()
+        plot(every_row())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from flax import nnx
 from pairwise import pairwise
 from tolerances import tolerance
@@ -20,7 +21,7 @@ FULL = SketchWalkConfig.paper(block_size=16, sketch_dim=8, density=1.0)
 
 
 def _inputs(*shape, seed=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape or (2, TOKENS, WIDTH), dtype)
+    return normal(shape or (2, TOKENS, WIDTH), seed=seed, dtype=dtype)
 
 
 def _causal_mask(batch=2, dtype=bool):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import normal
 from flax import nnx
 from tolerances import tolerance
 
@@ -106,7 +107,7 @@ LAYER = {"num_kv_heads": 1, "rotate": turned, "use_bias": True}
 
 @pytest.mark.slow
 def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache():
-    x = jax.random.normal(jax.random.key(1), (2, TOKENS, WIDTH))
+    x = normal((2, TOKENS, WIDTH), seed=1)
     lengths = jnp.array([TOKENS, 50], jnp.int32)
     layer = WalkSelfAttention(HEADS, WIDTH, policy=FULL, rngs=nnx.Rngs(3), **LAYER)
     linen = LinenWalkSelfAttention(HEADS, policy=FULL, **LAYER)
@@ -136,7 +137,7 @@ def test_layers_with_the_walk_are_one_in_nnx_and_linen_and_decode_from_a_cache()
 
 def test_nn_layers_of_linen_differentiate_in_their_parameters():
     layer = LinenWalkSelfAttention(HEADS, policy=SPARSE)
-    x = jax.random.normal(jax.random.key(1), (1, TOKENS, WIDTH))
+    x = normal((1, TOKENS, WIDTH), seed=1)
     params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x))
     grads = jax.jit(jax.grad(lambda params: jnp.sum(layer.apply(params, x)[0] ** 2)))(params)
     assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(grads))

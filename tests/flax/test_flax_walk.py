@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from flax import nnx
 from tolerances import tolerance
 from variants import slow_unless, weekly
@@ -39,8 +40,8 @@ PAPER = CONFIGS["paper"]
 @functools.cache
 def _inputs():
     """Draws inputs whose blocks differ, so that the selection matters."""
-    blocks = jax.random.normal(jax.random.key(3), (2, TOKENS // 15, WIDTH))
-    tokens = jax.random.normal(jax.random.key(4), (2, TOKENS, WIDTH))
+    blocks = normal((2, TOKENS // 15, WIDTH), seed=3)
+    tokens = normal((2, TOKENS, WIDTH), seed=4)
     return 0.7 * jnp.repeat(blocks, 15, axis=1) + 0.3 * tokens
 
 
@@ -50,13 +51,12 @@ def _weights():
     shapes = {name: (WIDTH, HEADS, HEAD_DIM) for name in ("query", "key", "value")}
     shapes["out"] = (HEADS, HEAD_DIM, WIDTH)
     with jax.ensure_compile_time_eval():  # the first call may be traced
-        keys = jax.random.split(jax.random.key(5), len(shapes))
         return {
             name: {
-                "kernel": jax.random.normal(key, (LAYERS, *shape)) / np.sqrt(WIDTH).item(),
+                "kernel": normal((LAYERS, *shape), seed=seed) / np.sqrt(WIDTH).item(),
                 "bias": jnp.zeros((LAYERS, *(shape[-1:] if name == "out" else shape[1:]))),
             }
-            for (name, shape), key in zip(shapes.items(), keys, strict=True)
+            for seed, (name, shape) in enumerate(shapes.items(), start=5)
         }
 
 

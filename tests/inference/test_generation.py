@@ -48,7 +48,7 @@ def test_generate_equals_prefill_and_decode_steps(weights, name, phase):
     options = {"model_config": MODEL, "policy": config, "phase": phase}
     cache = init_cache(MODEL, config, batch=len(tokens), max_tokens=CAPACITY)
     logits, cache = prefill(weights, tokens, cache, lengths=lengths, **options)
-    for token in out.tokens.T:
+    for token in np.asarray(out.tokens).T:
         np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
         logits, cache = decode_step(weights, token, cache, **options)
 
@@ -175,7 +175,7 @@ def test_a_conversation_continues_from_the_returned_cache(weights):
     # Repeat the history step by step: a prompt, decoded tokens, a prompt.
     cache = init_cache(MODEL, POLICIES["paper"], batch=3, max_tokens=CAPACITY)
     _, cache = prefill(weights, first, cache, lengths=lengths, **options)
-    for token in start.tokens.T:
+    for token in np.asarray(start.tokens).T:
         _, cache = decode_step(weights, token, cache, **options)
     logits, cache = prefill(weights, second, cache, lengths=more, **options)
     chex.assert_trees_all_equal(turn.tokens[:, 0], jnp.argmax(logits, axis=-1).astype(jnp.int32))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from arrays import normal
 from tolerances import tolerance
 
 from sketchwalk_jax import (
@@ -109,7 +110,7 @@ def test_layers_with_their_own_caches_are_the_model(name):
 
 def test_a_sequence_that_has_ended_stays_as_it_is():
     config = CONFIGS["paper"]
-    query = jax.random.normal(jax.random.key(0), (2, 1, 4, 16))
+    query = normal((2, 1, 4, 16))
     key = query[:, :, :2]
     cache = init_layer_cache(2, 32, policy=config, **SHAPE)
     attend = functools.partial(sketchwalk_cached_attention, query, key, key, policy=config)
@@ -150,7 +151,7 @@ def test_what_does_not_fit_is_said():
 
 @pytest.mark.slow
 def test_a_walk_is_started_where_none_is_given():
-    config, x = CONFIGS["recommended"], jax.random.normal(jax.random.key(0), (1, 80, 4, 16))
+    config, x = CONFIGS["recommended"], normal((1, 80, 4, 16))
     cache = init_layer_cache(1, 80, policy=config, **SHAPE | {"num_kv_heads": 4})
     out, _, _ = sketchwalk_cached_attention(x, x, x, cache, policy=config)
     wanted, _ = sketchwalk_attention(x, x, x, policy=config)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -101,7 +102,7 @@ def test_fresh_settings_equal_transformers(reference_python: str, tmp_path: Path
 
 @pytest.mark.parametrize("truncating_neighbour", [False, True])
 def test_default_settings_change_no_bit(truncating_neighbour: bool):
-    logits = 5.0 * jax.random.normal(jax.random.key(0), (2, 100))
+    logits = 5.0 * normal((2, 100))
     sampling = Sampling(top_k=[0, 3]) if truncating_neighbour else Sampling()
     processed = process(logits, sampling, jnp.ones(logits.shape, bool))
     np.testing.assert_array_equal(processed[0], logits[0])
@@ -160,7 +161,7 @@ def test_top_p_of_equal_tokens_is_not_moved_by_rounding(count: int):
 
 
 def test_batched_draws_equal_single_draws():
-    logits = 2.0 * jax.random.normal(jax.random.key(1), (5, 300))
+    logits = 2.0 * normal((5, 300), seed=1)
     seen = jax.random.bernoulli(jax.random.key(2), 0.5, logits.shape)
     fields = {
         "temperature": [0.0, 0.5, 1.0, 2.0, 1.0],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from arrays import normal
 from variants import slow_unless
 
 from sketchwalk_jax import dense_attention, forward
@@ -40,7 +41,7 @@ def all_experts(x, is_token, stacks, layer, *, model_config, scale=None):
 
 def drawn(params):
     """Returns an input, the parameters of the mixtures, and a layer."""
-    x = jax.random.normal(jax.random.key(1), (*IS_TOKEN.shape, MODEL.hidden_size))
+    x = normal((*IS_TOKEN.shape, MODEL.hidden_size), seed=1)
     return x, {name: params["layers"][name] for name in EXPERTS}, jnp.ones((), jnp.int32)
 
 
@@ -77,7 +78,7 @@ def test_bfloat16_sums_over_a_long_prompt_are_rounded_once():
         for name, leaf in tiny.params(jnp.bfloat16, config)["layers"].items()
         if name in EXPERTS
     }
-    x = (jax.random.normal(jax.random.key(1), (1, 2**14, 16)) + 0.5).astype(jnp.bfloat16)
+    x = (normal((1, 2**14, 16), seed=1) + 0.5).astype(jnp.bfloat16)
 
     def loss(stacks, x):
         out = experts.mixture(x, None, stacks, jnp.zeros((), jnp.int32), model_config=config)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import EXPERTS, params, prompts
@@ -162,7 +163,7 @@ def test_kernels_mix_as_xla_does(kind, num_tokens, most_tokens, monkeypatch):
     config = dataclasses.replace(CONFIG, hidden_size=128, expert_intermediate_size=128)
     weights = params(jnp.bfloat16, config)
     stacks = (weights if kind is None else quantize_params(weights, kind))["layers"]
-    x = jax.random.normal(jax.random.key(1), (1, num_tokens, 128), jnp.bfloat16)
+    x = normal((1, num_tokens, 128), seed=1, dtype=jnp.bfloat16)
     is_token = jnp.arange(num_tokens)[None] != 1
     here = {"kernel_config": KernelConfig(interpret=True), "model_config": config}
     found = run(x, is_token, stacks, jnp.int32(LAYER), **here).astype(jnp.float32)
@@ -190,7 +191,7 @@ def test_kernels_mix_decoded_tokens_and_normalise_them(kind, num_tokens):
     config = dataclasses.replace(config, num_experts=64)  # each pair is a group
     weights = params(jnp.bfloat16, config)
     stacks = (weights if kind is None else quantize_params(weights, kind))["layers"]
-    x = 3 * jax.random.normal(jax.random.key(1), (num_tokens, 1, 128), jnp.bfloat16)
+    x = 3 * normal((num_tokens, 1, 128), seed=1, dtype=jnp.bfloat16)
     scale = jax.random.uniform(jax.random.key(2), (128,), jnp.bfloat16, 0.5, 2.0)
     here = {"kernel_config": KernelConfig(interpret=INTERPRET), "model_config": config}
     mix = jax.jit(mixture, static_argnames=("model_config", "kernel_config"))

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from parity.rope_cases import ROPE_CASES
 from tolerances import tolerance
 
@@ -57,7 +57,7 @@ def test_rotation_is_multiplication_by_a_complex_phase(rope_type: str):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_cos_and_sin_are_rounded_before_the_product(dtype: str):
-    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8)).astype(dtype)
+    x = normal((1, 4, 2, 8), dtype=dtype)
     positions = jnp.arange(4)[None]
     rotated = apply_rope(x, positions, rope=RopeConfig())
     assert rotated.dtype == x.dtype
@@ -72,7 +72,7 @@ def test_cos_and_sin_are_rounded_before_the_product(dtype: str):
 @pytest.mark.parametrize("rope_type", TYPES)
 def test_scores_depend_on_distance_only(rope_type: str):
     rope = TYPES[rope_type]
-    query, key = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 32))
+    query, key = normal((2, 1, 1, 1, 32), seed=1)
 
     def score(query_position: int, key_position: int) -> float:
         rotated = [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import slow_decode
 import tiny
+from arrays import normal
 from hypothesis import given, settings
 from scipy.linalg import hadamard
 from tolerances import tolerance
@@ -68,7 +69,7 @@ def test_distances_are_sums_of_absolute_differences(seed, size):
 
 
 def test_calibrated_thresholds_use_all_codes_alike():
-    key = jax.random.normal(jax.random.key(0), (2000, 2, 64)) * 0.1 + 0.05
+    key = normal((2000, 2, 64)) * 0.1 + 0.05
     codes = unpack(encode_channels(key, AdamasConfig().thresholds))
     assert set(np.unique(codes)) == {1, 2}  # with the published ones, half of the codes are unused
     thresholds = calibrate_thresholds(key)

@@ -79,9 +79,9 @@ def draw(case):
     ]
 
 
-def specified(case, layers, sequence, length, *, is_token=False, **changes):
+def specified(case, layers, sequence, length, *, is_token=False, walk=None, **changes):
     """Computes output, walk and kept pages of each layer of one sequence by the specification."""
-    run, walk, found = specification.layer(case[0], is_token=is_token, **changes), None, []
+    run, found = specification.layer(case[0], is_token=is_token, **changes), []
     for arrays in layers:
         found.append(run(*(x[sequence, :length] for x in arrays), walk))
         walk = found[-1][1]
@@ -166,10 +166,10 @@ def assert_cached_layers_equal(case, rounding, **options):
         new = np.ones_like(lengths) if is_token else lengths
         place = (lengths[:, None] if is_token else np.arange(max(case[-1]))[None])[..., None, None]
         ends, size = lengths + is_token, 1 if is_token else policy.block_size
-        wanted = [
-            specified(case, layers, sequence, int(end), is_token=is_token)
-            for sequence, end in enumerate(ends)
-        ]
+        wanted = []
+        for sequence, end in enumerate(ends.tolist()):
+            first = specification.neutral_walk(policy, end, is_token=is_token)
+            wanted.append(specified(case, layers, sequence, end, is_token=is_token, walk=first))
         walk = None
         for index, arrays in enumerate(layers):
             arrays = [jnp.take_along_axis(x, place, axis=1) for x in arrays]

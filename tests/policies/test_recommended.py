@@ -120,7 +120,9 @@ def test_prompts_and_tokens_select_as_the_specification(case):
     config, lengths, drawn = CONFIGS[name], SHAPES[shape][2], draw(shape, kind)
     results = run(config, drawn, lengths)
     for place, layers in enumerate(drawn):
-        walks = [None, None]
+        walks = [
+            specification.neutral_walk(config, lengths[place], is_token=x) for x in (False, True)
+        ]
         for layer in range(NUM_LAYERS):
             numbers = config.sparse_representatives
             changes = {

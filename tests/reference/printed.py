@@ -18,6 +18,8 @@ from sketchwalk_jax import algorithm
 from sketchwalk_jax.policies.sketchwalk import SketchWalkConfig
 
 AnyArray = Array | np.ndarray
+_CONSTANTS = ("block_size", "sketch_dim", "seed", "is_token")
+_block_scores = jax.jit(algorithm.block_scores, static_argnames=_CONSTANTS)
 
 
 def block_scores(
@@ -29,8 +31,7 @@ def block_scores(
 ) -> np.ndarray:
     """Calls `algorithm.block_scores` with a policy's constants."""
     constants = config.block_size, config.sketch_dim, config.seed
-    arrays = jnp.asarray(query), jnp.asarray(key)
-    return np.asarray(algorithm.block_scores(*arrays, *constants, is_token=is_token))
+    return np.asarray(_block_scores(query, key, *constants, is_token=is_token))
 
 
 def budget(config: SketchWalkConfig, num_blocks: int) -> np.ndarray:
@@ -169,8 +170,14 @@ def run_layer(
         mask = np.isin(blocks, blocks if rows is None else rows[0])[None]
     else:
         mask = token_mask(rows, len(key), config.block_size)
-    output, _ = masked_attention(query, key, value, mask)
-    return ReferenceLayer(output, rows, state, scores, mask)
+    # With masked padding, prompts and tokens of many lengths share a compiled program.
+    keys = -len(key) % 64
+    queries = 0 if is_token else keys
+    query = np.pad(query, ((0, queries), (0, 0), (0, 0)))
+    key, value = (np.pad(x, ((0, keys), (0, 0), (0, 0))) for x in (key, value))
+    padded = np.pad(mask, ((0, queries), (0, keys)))
+    output, _ = masked_attention(query, key, value, padded)
+    return ReferenceLayer(output[: len(mask)], rows, state, scores, mask)
 
 
 def run_layers(
