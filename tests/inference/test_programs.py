@@ -108,13 +108,13 @@ def test_lengths_budgets_and_plans_compile_nothing(weights, compilations, change
         zip(SHARING[changed], (300, 257, 400), (3, 20, 9), strict=False)
     ):
         compilations.clear()
-        tokens, _ = prompts(length, seed=length)
+        tokens, lengths = prompts(length, 150, seed=length)
         run = generation.make_generate(MODEL, policy, max_new_tokens=new)
-        out = run(weights, tokens)
-        assert out.tokens.shape == (1, new)
+        out = run(weights, tokens, lengths=lengths)
+        assert out.tokens.shape == (2, new)
         named = {"model_config": MODEL, "policy": policy, "max_new_tokens": new}
-        whole = generation.generate(weights, tokens, **named)
-        chunks = list(generation.stream(weights, tokens, **named))
+        whole = generation.generate(weights, tokens, lengths=lengths, **named)
+        chunks = list(generation.stream(weights, tokens, lengths=lengths, **named))
         found = np.concatenate([one.tokens for one in chunks], axis=1)
         np.testing.assert_array_equal(out.tokens, whole.tokens)
         np.testing.assert_array_equal(out.tokens, found)
