@@ -24,6 +24,7 @@ if RUNS_COMPILED:
 
 import gc
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,14 +79,15 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.pycache_prefix = str(config.cache.mkdir("bytecode"))
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    directory = config.cache.mkdir("jax_compilation_cache")
-    directory = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or directory)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
-    # With a limit JAX locks the folder, which all workers and their programs share.
-    limit = os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2**31))
-    jax.config.update("jax_compilation_cache_max_size", int(limit))
-    seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    own = config.cache.mkdir("jax_compilation_cache")
+    # A limit of JAX's own would make it lock the folder and read all of it at each write. Without
+    # one, a worker may read what another is writing: JAX warns, and compiles.
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if not is_worker and sum(one.stat().st_size for one in own.iterdir()) > 2**31:
+        shutil.rmtree(own)
+    directory = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(own))
+    seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
 
 
