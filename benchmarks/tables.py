@@ -392,8 +392,6 @@ TIMES: dict[str, Table] = {
             "Next token": (AT_01 | {"phase": "decode"}, timed(**BESIDE)),
         },
         has_gaps=True,
-        note="Dense prompts of 131,072 tokens of the 1B, 7B and 30B were read whole; pieces may be "
-        "a tenth faster.",
     ),
     "transformers": Table(
         file="end_to_end.json",
