@@ -206,6 +206,7 @@ EXPERTS = Table(
         "Mixture": ({"form": "mixture"}, of_xla),
     },
     has_gaps=True,
+    note="For 32,768 tokens `ragged_dot` needs more memory than the GPU has.",
 )
 SELECTION = {
     "Selection": ({}, milliseconds("selection_ms")),
@@ -518,6 +519,7 @@ TIMES: dict[str, Table] = {
         where={"error": None, "rows": OneOf(1, 8, 32)},
         lines=("rows",),
         columns={name: ({"form": "mixture", "dtype": name}, of_xla) for name in WEIGHTS},
+        note="",
     ),
     "gradients-cpu": GRADIENTS,
     "gradients": dataclasses.replace(GRADIENTS, file="gradients.json"),

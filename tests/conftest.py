@@ -80,8 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     own = config.cache.mkdir("jax_compilation_cache")
-    # A limit of JAX's own would make it lock the folder and read all of it at each write. Without
-    # one, a worker may read what another is writing: JAX warns, and compiles.
+    # A limit of JAX's own would make it lock the folder and read all of it at each write, so a
+    # folder that is too large is emptied here. Without the lock, a process may read what another
+    # is writing: JAX then warns, and compiles.
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if not is_worker and sum(one.stat().st_size for one in own.iterdir()) > 2**31:
         shutil.rmtree(own)

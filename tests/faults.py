@@ -439,6 +439,7 @@ class Copy:
         # Scripts that tests start would import the installed package.
         self.environment = {**environment(), "PYTHONPATH": str(self.folder), MADE: fault.name}
         self.environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
+        self.environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
         code = "import sketchwalk_jax; print(sketchwalk_jax.__file__)"
         imported = Path(self.call(sys.executable, "-c", code).strip())
         if not imported.resolve().is_relative_to(self.folder.resolve()):

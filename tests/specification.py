@@ -41,7 +41,7 @@ def layer(policy: Any, **changes: Any) -> Callable[..., Any]:
 
 
 def neutral_walk(policy: Any, num_tokens: int, *, is_token: bool) -> jax.Array:
-    """Returns the walk that has the effect of `None`, for which a program would be compiled."""
+    """Returns a walk with the effect of `None`, so that all layers share one program."""
     num_blocks = -(-num_tokens // policy.block_size)
     if not isinstance(policy, RecommendedConfig):
         return jnp.eye(num_blocks)

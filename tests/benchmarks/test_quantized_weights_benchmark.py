@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from arrays import normal
 from scipy import special
 
 from sketchwalk_jax.models import init_params, quantize_params
@@ -18,7 +19,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import quantized_weights  # noqa: E402
 import tables  # noqa: E402
-from arrays import normal
 
 
 @pytest.mark.slow

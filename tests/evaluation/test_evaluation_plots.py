@@ -92,8 +92,8 @@ def test_needles_stand_at_their_depth_and_length():
     axes = {title.partition(":")[0]: axis for title, axis in panels(figure).items()}
     assert list(axes) == policy_labels(every_row())
     values = shown(axes["streaming"]).reshape(10, 3)
-    place = {"phase": "both", "task": "single_needle", "density": 0.1}
-    for row in rows_with(every_row(), label="streaming", **place):
+    shown_rows = {"phase": "both", "task": "single_needle", "density": 0.1}
+    for row in rows_with(every_row(), label="streaming", **shown_rows):
         if row["depth"] is not None:
             place = round(row["depth"] * 10 - 0.5), [4096, 8192, 16384].index(row["tokens"])
             assert values[place] == row["exact"]

@@ -170,7 +170,14 @@ def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(tmp_path, monkeyp
     assert not mark.exists()
 
 
+@pytest.fixture
+def own_programs(tmp_path_factory, monkeypatch):
+    """Keeps what killed programs compile, perhaps written by half, out of the tests' folder."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+
+
 @pytest.mark.weekly
+@pytest.mark.usefixtures("own_programs")
 @pytest.mark.parametrize("kind", kills.WRITERS)
 def test_who_is_killed_while_writing_loses_nothing_that_was_finished(kind, tmp_path):
     found = kills.kill(kind, kills=4, seed=0, folder=tmp_path)
@@ -178,6 +185,7 @@ def test_who_is_killed_while_writing_loses_nothing_that_was_finished(kind, tmp_p
 
 
 @pytest.mark.weekly
+@pytest.mark.usefixtures("own_programs")
 @pytest.mark.parametrize("kind", kills.RUNS)
 def test_a_run_that_is_killed_goes_on_to_the_same_result(kind, tmp_path):
     assert kills.kill(kind, kills=1, seed=0, folder=tmp_path)["kills"] == 1

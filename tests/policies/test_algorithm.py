@@ -205,6 +205,20 @@ def test_kernels_compute_what_the_specification_says(name):
     assert_cached_layers_equal(case, 2.0**-5, implementation="mosaic_gpu", kernel_config=kernels)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("is_token", [False, True])
+def test_the_neutral_walk_has_the_effect_of_none(name, is_token):
+    case = policy, *_, lengths = CACHED[name]
+    layers, length = draw(case)[:1], lengths[1]
+    neutral = specification.neutral_walk(policy, length, is_token=is_token)
+    found, wanted = (
+        specified(case, layers, 1, length, is_token=is_token, walk=x) for x in (neutral, None)
+    )
+    for one, other in zip(found[0], wanted[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("name", CACHED)
 def test_a_row_of_the_specification_knows_nothing_of_later_blocks(name):
     case = policy, *_, lengths = CACHED[name]
