@@ -1,9 +1,9 @@
 """Finds break-even lengths, from which sparse attention is worth its losses, for `Auto`.
 
 From them `report.py` writes `sketchwalk_jax/inference/break_even.json`, which ships with the
-package, and a sentence of README.md. Rows of `results/end_to_end.json` give the lengths of whole
-models on a GPU. `results/break_even.json` holds the lengths of a CPU, and expected lengths of
-unmeasured GPUs; docs/answered.md says how these were found.
+package, and a sentence of README.md. Rows of `results/end_to_end.json` and `end_to_end_cpu.json`
+give the lengths of whole models on a GPU and on a CPU. `results/break_even.json` holds lengths of
+the printed rule on a CPU, and expected ones of unmeasured GPUs (docs/answered.md, "XLA on GPUs").
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from end_to_end import MODELS
+from end_to_end import CPU_MODELS, MODELS
 
 from sketchwalk_jax.inference.auto import BreakEven, attention_width
 from sketchwalk_jax.pallas_kernels.dispatch import GPU_GROUPS
@@ -22,13 +22,13 @@ from sketchwalk_jax.policies import by_name
 
 DENSITY = 0.2  # of the default policy
 PRESETS = ("recommended", "paper")
-KEPT, MEASURED = "break_even.json", "end_to_end.json"
+KEPT, MEASURED = "break_even.json", ("end_to_end.json", "end_to_end_cpu.json")
 GAINS = {"prefill": 1.15, "decode": 1.03}
 """Least ratio of the times of dense and sparse attention at which a phase is sparse.
 
 A smaller gain is not worth the answers that are lost, which are two to four times as many if a
 prompt is read sparsely as if tokens are decoded sparsely (docs/answered.md, "Minimum of keys").
-Rows that `KEPT` holds were measured with 1 instead, but for the recommended policy on a CPU.
+Rows that `KEPT` holds were measured with 1 instead.
 """
 SHORT = 8192  # tokens; a policy that pays from this length on may pay at all lengths
 TABLE = common.ROOT / "sketchwalk_jax" / "inference" / "break_even.json"
@@ -45,19 +45,21 @@ def break_evens(results: Path) -> list[BreakEven]:
       ValueError: If a result comes from a run with `--quick`.
     """
     kept = [BreakEven(**row) for row in common.read_results(results / KEPT)["rows"]]
-    data = common.read_results(results / MEASURED)
-    if data["meta"].get("is_quick"):
-        raise ValueError(f"{MEASURED} must be of a whole run, got one with --quick")
-    # `Auto` looks up a policy's class and density, so only these presets count.
-    rows = [row for row in speedups(data) if row["preset"] in PRESETS]
-    found = of_rows(rows, data["meta"].get("device", ""))
     measured = [one for one in kept if not one.is_expected]
-    # What is kept replaces rows of the same case.
     known = {dataclasses.replace(one, tokens=None, longest=0) for one in measured}
-    measured += [x for x in found if dataclasses.replace(x, tokens=None, longest=0) not in known]
+    for name in MEASURED:
+        data = common.read_results(results / name)
+        if data["meta"].get("is_quick"):
+            raise ValueError(f"{name} must be of a whole run, got one with --quick")
+        # `Auto` looks up a policy's class and density, so only these presets count.
+        rows = [row for row in speedups(data) if row["preset"] in PRESETS]
+        found = of_rows(rows, data["meta"].get("device", ""))
+        # What is kept replaces rows of the same case.
+        measured += [
+            one for one in found if dataclasses.replace(one, tokens=None, longest=0) not in known
+        ]
     # Hopper GPUs run the code of the one that was measured.
-    device = data["meta"].get("device", "")
-    own = [one for one in measured if one.device == device and device != "cpu"]
+    own = [one for one in measured if one.device != "cpu"]
     same = [dataclasses.replace(one, device=GPU_GROUPS[0]) for one in own]
     return [*measured, *same, *(one for one in kept if one.is_expected)]
 
@@ -79,7 +81,7 @@ def speedups(data: dict[str, Any]) -> Iterator[Row]:
         where = tuple(row[name] for name in names)
         if row["policy"] != "dense" and not row["chunk_size"] and where in dense:
             ratio = dense[where] / row["seconds"]["q75"]
-            config = MODELS[row["model"]]
+            config = (MODELS | CPU_MODELS)[row["model"]]
             width = attention_width(row["phase"], config, batch=row["batch"])
             yield row | {"width": width, "has_experts": config.num_experts > 0, "speedup": ratio}
 

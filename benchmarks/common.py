@@ -116,21 +116,17 @@ def clock() -> float:
 
 
 def rounds(
-    calls: Mapping[str, Callable[[int], Any]],
-    repeats: int,
-    *,
-    step: int = 1,
-    round_seconds: float = ROUND_SECONDS,
+    calls: Mapping[str, Callable[[int], Any]], repeats: int, *, step: int = 1
 ) -> dict[str, list[float]]:
     """Times each call per step, in turns, so that a busy moment slows all of them.
 
-    Every call first runs twice, to compile and to choose the steps of a round.
+    Every call first runs twice, to compile and to choose the steps of a round, which takes about
+    `ROUND_SECONDS`.
 
     Args:
       calls: Functions of a number of steps; `jax.block_until_ready` waits for their result.
       repeats: Timed rounds.
       step: Number of steps of the shortest call.
-      round_seconds: Approximate duration of a round.
     """
     import jax
 
@@ -140,7 +136,7 @@ def rounds(
         start = clock()
         jax.block_until_ready(call(step))
         taken = clock() - start
-        counts[name] = max(1, min(500, math.ceil(round_seconds / taken))) * step
+        counts[name] = max(1, min(500, math.ceil(ROUND_SECONDS / taken))) * step
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

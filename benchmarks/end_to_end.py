@@ -1,6 +1,8 @@
-"""Measures whole models on one GPU: time to the first token and time per token, dense and sparse.
+"""Measures whole models on one device: time to the first token and per token, dense and sparse.
 
     python benchmarks/end_to_end.py [--out benchmarks/results/end_to_end.json] [--model NAME]
+
+`--cpu` measures a few layers in float32 on a CPU, and adds rows to `end_to_end_cpu.json`.
 
 Weights are random, in the shapes of real models: times do not depend on their values. Prompts are
 read by programs for their length, dense ones by cuDNN. Tokens are decoded as in `generate`,
@@ -18,6 +20,7 @@ Every row has a floor, the least possible time. For a decoded token it is the by
 read (the weights, one row of the input embedding, the attended keys and values, the statistics)
 over this GPU's copy rate. Of experts, only those count that the sequences choose. For a prompt it
 is the arithmetic of the linear layers and of the attended pairs over the rate of a large matmul.
+A CPU's caches hold much of what is read, so there it is no bound.
 `parts_ms` is the time of the GPU's kernels by part, from a trace of one more run.
 
 `--weights bfloat16 --weights float8` measures each type of weights in one process and adds rows
@@ -147,6 +150,23 @@ MODELS = {
         norm_topk_prob=True,
     ),
 }
+_CPU = ModelConfig(
+    model_type="llama",
+    vocab_size=256,
+    num_layers=6,
+    hidden_size=256,
+    intermediate_size=768,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    max_position_embeddings=2**14,
+)
+CPU_MODELS = {
+    "6-layers-of-256": _CPU,
+    "3-layers-of-1024": dataclasses.replace(
+        _CPU, num_layers=3, hidden_size=1024, intermediate_size=3072, num_heads=16, head_dim=64
+    ),
+}
 TINY = dataclasses.replace(
     _LLAMA_8B,
     vocab_size=256,
@@ -169,6 +189,7 @@ QUICK = {
     ),
 }
 LENGTHS = tuple(2**n for n in range(12, 18))
+CPU_LENGTHS = (2048, 3072, 4096, 6144, 8192, 16384)
 # Longer prompts, read in pieces.
 LONG = {
     "llama-3.1-8b": (2**18, 2**19),
@@ -261,7 +282,7 @@ def main() -> None:
     """Runs all measurements and writes the results, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="default: end_to_end.json, or as --weights says")
-    parser.add_argument("--model", action="append", choices=[*MODELS, *QUICK], help="default: all")
+    parser.add_argument("--model", action="append", help="default: all")
     parser.add_argument("--phase", action="append", choices=("prefill", "decode"))
     parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
     parser.add_argument("--batch", type=int, action="append", help="in decode; default: all")
@@ -277,18 +298,21 @@ def main() -> None:
     parser.add_argument("--without-pieces", action="store_true", help="prompts in one piece alone")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--only-transformers", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="small models on a CPU")
     parser.add_argument("--quick", action="store_true", help="one tiny model, two repeats")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the process of transformers
     options = parser.parse_args()
     if options.peer:
         run_peer(json.loads(options.peer))
         return
+    if options.cpu:
+        jax.config.update("jax_platforms", "cpu")
     if options.out is None:
-        name = "end_to_end_weights.json" if options.weights else "end_to_end.json"
-        options.out = common.RESULTS / name
+        part = "_cpu" if options.cpu else "_weights" if options.weights else ""
+        options.out = common.RESULTS / f"end_to_end{part}.json"
     keep_compiled_programs()
     started = time.monotonic()
-    models = QUICK if options.quick else MODELS
+    models = QUICK if options.quick else CPU_MODELS if options.cpu else MODELS
     names = options.model or list(models)[: 1 if options.quick else None]
     if unknown := [name for name in names if name not in models]:
         parser.error(f"--model must be one of {', '.join(models)}, got {', '.join(unknown)}")
@@ -301,7 +325,7 @@ def main() -> None:
     def seconds_left() -> float:
         return options.seconds - (time.monotonic() - started)
 
-    has_peer = not (options.without_transformers or options.quick or options.weights)
+    is_alone = options.without_transformers or options.quick or options.weights or options.cpu
     wanted = {
         (name, weights): [
             dataclasses.replace(cell, weights=weights)
@@ -311,7 +335,7 @@ def main() -> None:
         for name in (() if options.only_transformers else names)
         for weights in options.weights or [None]
     }
-    peers = {name: list(peer_cells(name, options)) for name in (names if has_peer else ())}
+    peers = {name: list(peer_cells(name, options)) for name in (() if is_alone else names)}
     asked = [cell.row() for own in wanted.values() for cell in own]
     asked += [row for own in peers.values() for row in own]
     every = (filtered(cell) for name in names for cell in cells(name, options))
@@ -380,17 +404,20 @@ def measured[SomeCell: Cell](
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
     """Lists all measurements of a model, the most important and shortest first."""
     own = rules(is_quick=options.quick)
-    lengths = (512,) if options.quick else LENGTHS
-    piece = 256 if options.quick else PIECE
+    lengths, batches, piece = LENGTHS, BATCHES, PIECE
+    if options.cpu:
+        lengths, batches = CPU_LENGTHS, BATCHES[:2]
+    if options.quick:
+        lengths, batches, piece = (512,), (1, 2), 256
     long = () if options.quick else LONG.get(name, ())
     found = []
     for tokens in lengths:
-        loads = [("prefill", 1), *(("decode", n) for n in ((1, 2) if options.quick else BATCHES))]
+        loads = [("prefill", 1), *(("decode", batch) for batch in batches)]
         for (phase, batch), rule in itertools.product(loads, own):
             found.append(Cell(model=name, phase=phase, tokens=tokens, batch=batch, rule=rule))
     for tokens, rule in itertools.product((lengths[-1], *long), (DENSE, *own[1::2])):
         cell = Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
-        found.append(dataclasses.replace(cell, chunk_size=piece))
+        found += [dataclasses.replace(cell, chunk_size=piece)] if piece < tokens else []
         if tokens in long:
             found.append(dataclasses.replace(cell, phase="decode"))
     return sorted(found, key=lambda cell: (cell.rule.preset == "paper", cell.batch, cell.tokens))
@@ -443,12 +470,13 @@ def describe(row: Row) -> str:
 def measure_rates(*, is_quick: bool, weights: Sequence[str] = ()) -> dict[str, float]:
     """Measures how fast this device copies (bytes read and written) and multiplies large matrices.
 
-    The matrices are bfloat16, and also float8 if `weights` contains it.
+    The matrices are bfloat16 (float32 on a CPU), and also float8 if `weights` contains it.
     """
-    size = 2**22 if is_quick else 2**31
-    source = jax.random.normal(jax.random.key(0), (size,), jnp.bfloat16)
+    on_cpu = jax.default_backend() == "cpu"
+    large = (2**26, 2048) if on_cpu else (2**31, MATMUL)
+    size, side = (2**22, 256) if is_quick else large
+    source = jax.random.normal(jax.random.key(0), (size,), "float32" if on_cpu else "bfloat16")
     copy = jax.jit(jnp.copy)
-    side = 256 if is_quick else MATMUL
     matrix = source[: side * side].reshape(side, side)
     multiply = jax.jit(jnp.dot)
     times = 8  # per call, so that the launch overhead does not count
@@ -773,7 +801,7 @@ def random_params(config: ModelConfig, weights: str | None = None) -> PyTree:
 
     @functools.partial(jax.jit, static_argnums=1)
     def normal(key: Any, shape: tuple[int, ...]) -> Any:
-        return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(jnp.bfloat16)
+        return (0.02 * jax.random.normal(key, shape, config.dtype)).astype(config.dtype)
 
     @functools.partial(jax.jit, static_argnums=1)
     def stacked(key: Any, shape: tuple[int, ...]) -> Any:

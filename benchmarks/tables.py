@@ -50,6 +50,12 @@ SPEEDS = {
     "Density 0.2": (AT_02, timed(**BESIDE)),
     "Density 0.1": (AT_01, timed(**BESIDE)),
 }
+BY_DENSITY = {
+    f"{title}, {name.lower()}": (rule | {"phase": phase}, cell)
+    for title, phase in (("First token", "prefill"), ("Next token", "decode"))
+    for name, (rule, cell) in SPEEDS.items()
+    if rule != DENSE
+}
 
 
 def in_phases(rule: Row, density: str, cell: Cell | None = None) -> dict[str, tuple[Row, Cell]]:
@@ -226,13 +232,6 @@ SPARSE = {
 }
 
 
-def on_a_cpu(row: Row) -> Iterator[Row]:
-    """Adds to a row a description of the timed part, and its time in milliseconds."""
-    names = {"attention": "attention of a layer", "prefill": "a prompt", "decode": "a token"}
-    if row["part"] in names:
-        yield row | {"part": names[row["part"]], "ms": 1e3 * row["wall_s"]["median"]}
-
-
 def on_a_device(row: Row) -> Iterator[Row]:
     """Keeps a timed row of `sketchwalk bench`."""
     if "seconds" in row:
@@ -348,7 +347,7 @@ class FirstCallSentence:
 
 SCALE = Table(
     file="scale_out.json",
-    command="for n in 2 4; do python benchmarks/scale_out.py --ranks $n; done",
+    command="python benchmarks/scale_out.py",
     where={"error": None},
     adapt=spread,
     lines=("model", "load", "gpus"),
@@ -357,6 +356,13 @@ SCALE = Table(
         "Each further token": ({"phase": "decode"}, beside_one),
     },
     has_gaps=True,
+)
+# Two and four GPUs of one host, in one job.
+SCALE_FOUR = dataclasses.replace(
+    SCALE,
+    file="scale_out_four.json",
+    command="for n in 2 4; do python benchmarks/scale_out.py --ranks $n; done",
+    where={"error": None, "ranks": OneOf(1, 4)},
 )
 TIMES: dict[str, Table] = {
     "gains": Table(
@@ -369,12 +375,7 @@ TIMES: dict[str, Table] = {
         **WHOLE,
         where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**14, *(2**n for n in range(16, 20)))},
         lines=("tokens",),
-        columns={
-            f"{title}, {name.lower()}": (rule | {"phase": phase}, cell)
-            for title, phase in (("First token", "prefill"), ("Next token", "decode"))
-            for name, (rule, cell) in SPEEDS.items()
-            if rule != DENSE
-        },
+        columns=BY_DENSITY,
         has_gaps=True,
     ),
     "other-models": Table(
@@ -436,8 +437,9 @@ TIMES: dict[str, Table] = {
         note="Prompts of float8 and int8 ran with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`.",
     ),
     "scale": SCALE,
+    "scale-four": SCALE_FOUR,
     "scale-sent": dataclasses.replace(
-        SCALE,
+        SCALE_FOUR,
         where={"error": None, "ranks": OneOf(2, 4), "axis": OneOf("sequence", "tensor")},
         columns={
             "For a prompt": ({"phase": "prefill"}, exchanged),
@@ -445,7 +447,7 @@ TIMES: dict[str, Table] = {
         },
     ),
     "scale-estimate": dataclasses.replace(
-        SCALE,
+        SCALE_FOUR,
         where={"error": None, "phase": "prefill", "ranks": 4},
         columns={
             "8 GPUs, estimate": ({}, estimated(8)),
@@ -531,18 +533,11 @@ TIMES: dict[str, Table] = {
         columns=SELECTION,
     ),
     "cpu": Table(
-        file="cpu.json",
-        command="python benchmarks/cpu.py",
-        adapt=on_a_cpu,
-        lines=("part", "tokens"),
-        columns={
-            "Dense": ({"policy": "dense"}, milliseconds("ms")),
-            "Sparse": ({"policy": "sparse"}, milliseconds("ms")),
-            "Faster": (
-                {"policy": "sparse"},
-                lambda rows, _: f"**{rows[0]['speedup']['median']:.1f}×**",
-            ),
-        },
+        file="end_to_end_cpu.json",
+        command=f"{END_TO_END} --cpu",
+        where={"model": "6-layers-of-256", "batch": 1},
+        lines=("tokens",),
+        columns=BY_DENSITY,
     ),
     "first-call-cpu": FIRST_CALL_CPU,
     "device-epyc": of_a_device("own_epyc_two_cores.json", "models/sketchwalk_8m"),

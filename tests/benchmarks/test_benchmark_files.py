@@ -98,6 +98,20 @@ def test_filters_that_exclude_each_other_are_refused(load):
     check(argparse.Namespace(phase=["prefill"], tokens=None), every, every[:1])
 
 
+def test_models_for_a_cpu_are_read_at_lengths_of_their_own(load):
+    benchmark = load("end_to_end")
+    for name, config in benchmark.CPU_MODELS.items():
+        cells = benchmark.cells(name, argparse.Namespace(cpu=True, quick=False))
+        assert {cell.tokens for cell in cells} == set(benchmark.CPU_LENGTHS)
+        assert max(benchmark.CPU_LENGTHS) <= config.context_length
+        assert {(cell.phase, cell.batch) for cell in cells} == {
+            ("prefill", 1),
+            ("decode", 1),
+            ("decode", 8),
+        }
+        assert not any(cell.chunk_size for cell in cells)  # none is longer than a piece
+
+
 def test_rows_that_cannot_fit_are_not_started(load, tmp_path, monkeypatch, capsys):
     several, path = load("scale_out"), tmp_path / "scale_out.json"
     monkeypatch.setattr(several.end_to_end, "device_room", lambda: 1e5)

@@ -480,6 +480,10 @@ def test_rows_of_whole_models_are_break_evens_of_their_device(found):
     of_prompts += [row(2**16, "sketchwalk", 1.0, phase="prefill")]
     assert found(of_prompts)[0].tokens is None  # 5 % of a prompt is too little
     assert not one.is_expected
+    small = [one | {"model": "6-layers-of-256"} for one in rows]
+    cpu = next(one for one in found(small, "end_to_end_cpu", device="cpu") if one.device == "cpu")
+    assert (cpu.width, cpu.tokens, cpu.is_expected) == (8 * 128, 32768, False)
+    assert len(found(rows)) == 3  # one more than without a CPU: no GPU runs its code
     with pytest.raises(ValueError, match="--quick"):
         found(rows, is_quick=True)
 

@@ -129,17 +129,17 @@ def test_pictures_and_links_of_a_page_lead_to_a_file_and_a_heading(repository, p
     assert not wrong
 
 
-def test_results_of_a_quick_run_are_refused(repository, tmp_path):
-    results = json.loads((repository / "benchmarks" / "results" / "cpu.json").read_text())
+def test_results_of_a_quick_run_are_refused(tmp_path):
+    results = json.loads((RESULTS / "end_to_end_cpu.json").read_text())
     results["meta"]["is_quick"] = True
-    (tmp_path / "cpu.json").write_text(json.dumps(results))
+    (tmp_path / "end_to_end_cpu.json").write_text(json.dumps(results))
     readme = tmp_path / "README.md"
     readme.write_text("<!-- benchmark:cpu -->\n<!-- /benchmark -->\n")
     with pytest.raises(ValueError, match="must be of a whole run, got one with --quick"):
         report.main(["--page", str(readme), "--results", str(tmp_path)])
 
 
-@pytest.mark.parametrize("file", ["cpu.json", "quality.json"])
+@pytest.mark.parametrize("file", ["end_to_end_cpu.json", "quality.json"])
 def test_results_name_no_folder_of_a_machine(repository, file):
     text = (repository / "benchmarks" / "results" / file).read_text()
     assert not re.search(r'["\s=](/|~|[A-Z]:\\)', text)
