@@ -2,11 +2,12 @@
 
     python benchmarks/end_to_end.py [--out benchmarks/results/end_to_end.json] [--model NAME]
 
-`--cpu` measures a few layers in float32 on a CPU, and adds rows to `end_to_end_cpu.json`.
+`--cpu` measures small models in float32 on a CPU, without transformers and the printed rule, and
+adds rows to `end_to_end_cpu.json`.
 
 Weights are random, in the shapes of real models: times do not depend on their values. Prompts are
-read by programs for their length, dense ones by cuDNN. Tokens are decoded as in `generate`,
-greedily, from a cache full of normal keys and values with the policy's statistics. transformers,
+read by programs for their length, dense ones on GPUs by cuDNN. Tokens are decoded greedily, as in
+`generate`, from a cache full of normal keys and values with the policy's statistics. transformers,
 with torch's SDPA and the same shapes, runs first in its own process, which frees all its memory.
 
 Rows are added to the file, each with the command and date of its run. So a run can be split into
@@ -20,7 +21,7 @@ Every row has a floor, the least possible time. For a decoded token it is the by
 read (the weights, one row of the input embedding, the attended keys and values, the statistics)
 over this GPU's copy rate. Of experts, only those count that the sequences choose. For a prompt it
 is the arithmetic of the linear layers and of the attended pairs over the rate of a large matmul.
-A CPU's caches hold much of what is read, so there it is no bound.
+Rows of `--cpu` have none.
 `parts_ms` is the time of the GPU's kernels by part, from a trace of one more run.
 
 `--weights bfloat16 --weights float8` measures each type of weights in one process and adds rows
@@ -66,6 +67,7 @@ from sketchwalk_jax.inference.generation import (
 )
 from sketchwalk_jax.inference.sampling import Sampling, seen_tokens, sequence_keys
 from sketchwalk_jax.memory import num_bytes
+from sketchwalk_jax.models import bundled_model
 from sketchwalk_jax.models.config import ModelConfig
 from sketchwalk_jax.models.params import (
     flatten_params,
@@ -165,6 +167,9 @@ CPU_MODELS = {
     "6-layers-of-256": _CPU,
     "3-layers-of-1024": dataclasses.replace(
         _CPU, num_layers=3, hidden_size=1024, intermediate_size=3072, num_heads=16, head_dim=64
+    ),
+    "sketchwalk_8m": dataclasses.replace(
+        ModelConfig.from_pretrained(bundled_model()), dtype="float32"
     ),
 }
 TINY = dataclasses.replace(
@@ -282,7 +287,7 @@ def main() -> None:
     """Runs all measurements and writes the results, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="default: end_to_end.json, or as --weights says")
-    parser.add_argument("--model", action="append", help="default: all")
+    parser.add_argument("--model", action="append", help=f"default: all of {', '.join(MODELS)}")
     parser.add_argument("--phase", action="append", choices=("prefill", "decode"))
     parser.add_argument("--tokens", type=int, action="append", help="default: all lengths")
     parser.add_argument("--batch", type=int, action="append", help="in decode; default: all")
@@ -306,6 +311,8 @@ def main() -> None:
         run_peer(json.loads(options.peer))
         return
     if options.cpu:
+        if options.weights or options.only_transformers:
+            parser.error("--cpu measures neither types of weights nor transformers")
         jax.config.update("jax_platforms", "cpu")
     if options.out is None:
         part = "_cpu" if options.cpu else "_weights" if options.weights else ""
@@ -367,6 +374,8 @@ def main() -> None:
         make = functools.partial(Model, models[name], rates, repeats, **sizes)
         needed = functools.partial(needed_bytes, models[name])
         for cell, row in measured(own, needed, make, seconds_left):
+            if options.cpu:
+                row.pop("floor_seconds", None)
             add(cell.row(**row))
 
 
@@ -407,6 +416,7 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
     lengths, batches, piece = LENGTHS, BATCHES, PIECE
     if options.cpu:
         lengths, batches = CPU_LENGTHS, BATCHES[:2]
+        own = [rule for rule in own if rule.preset != "paper"]
     if options.quick:
         lengths, batches, piece = (512,), (1, 2), 256
     long = () if options.quick else LONG.get(name, ())
@@ -415,7 +425,8 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
         loads = [("prefill", 1), *(("decode", batch) for batch in batches)]
         for (phase, batch), rule in itertools.product(loads, own):
             found.append(Cell(model=name, phase=phase, tokens=tokens, batch=batch, rule=rule))
-    for tokens, rule in itertools.product((lengths[-1], *long), (DENSE, *own[1::2])):
+    of_pieces = [rule for rule in own if rule.preset != "paper"]
+    for tokens, rule in itertools.product((lengths[-1], *long), of_pieces):
         cell = Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
         found += [dataclasses.replace(cell, chunk_size=piece)] if piece < tokens else []
         if tokens in long:
