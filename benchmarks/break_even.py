@@ -50,12 +50,13 @@ def break_evens(results: Path) -> list[BreakEven]:
     devices = set()
     for name in MEASURED:
         data = common.read_results(results / name)
-        devices.add(data["meta"].get("device"))
+        device = data["meta"].get("device", "")
+        devices.add(device)
         if data["meta"].get("is_quick"):
             raise ValueError(f"{name} must be of a whole run, got one with --quick")
         # `Auto` looks up a policy's class and density, so only these presets count.
         rows = [row for row in speedups(data) if row["preset"] in PRESETS]
-        found = of_rows(rows, data["meta"].get("device", ""))
+        found = of_rows(rows, device)
         # What is kept replaces rows of the same case.
         measured += [
             one for one in found if dataclasses.replace(one, tokens=None, longest=0) not in known
@@ -73,7 +74,7 @@ def speedups(data: dict[str, Any]) -> Iterator[Row]:
     quartile is compared with their upper one, so that chance does not make a policy pay. Nor does a
     policy pay where it keeps all keys.
     """
-    names = ("model", "phase", "tokens", "batch")
+    names, models = ("model", "phase", "tokens", "batch"), MODELS | CPU_MODELS
     rows = [row for row in data["rows"] if row["implementation"] == "ours" and not row["error"]]
     dense: dict[tuple[Any, ...], float] = {}
     for row in rows:
@@ -86,7 +87,7 @@ def speedups(data: dict[str, Any]) -> Iterator[Row]:
             ratio = dense[where] / row["seconds"]["q75"]
             if row.get("measured_density") == 1.0:
                 ratio = min(ratio, 1.0)
-            config = (MODELS | CPU_MODELS)[row["model"]]
+            config = models[row["model"]]
             width = attention_width(row["phase"], config, batch=row["batch"])
             yield row | {"width": width, "has_experts": config.num_experts > 0, "speedup": ratio}
 

@@ -413,10 +413,10 @@ def measured[SomeCell: Cell](
 def cells(name: str, options: argparse.Namespace) -> list[Cell]:
     """Lists all measurements of a model, the most important and shortest first."""
     own = rules(is_quick=options.quick)
+    without_paper = [rule for rule in own if rule.preset != "paper"]
     lengths, batches, piece = LENGTHS, BATCHES, PIECE
     if options.cpu:
-        lengths, batches = CPU_LENGTHS, BATCHES[:2]
-        own = [rule for rule in own if rule.preset != "paper"]
+        lengths, batches, own = CPU_LENGTHS, BATCHES[:2], without_paper
     if options.quick:
         lengths, batches, piece = (512,), (1, 2), 256
     long = () if options.quick else LONG.get(name, ())
@@ -425,8 +425,7 @@ def cells(name: str, options: argparse.Namespace) -> list[Cell]:
         loads = [("prefill", 1), *(("decode", batch) for batch in batches)]
         for (phase, batch), rule in itertools.product(loads, own):
             found.append(Cell(model=name, phase=phase, tokens=tokens, batch=batch, rule=rule))
-    of_pieces = [rule for rule in own if rule.preset != "paper"]
-    for tokens, rule in itertools.product((lengths[-1], *long), of_pieces):
+    for tokens, rule in itertools.product((lengths[-1], *long), without_paper):
         cell = Cell(model=name, phase="prefill", tokens=tokens, batch=1, rule=rule)
         found += [dataclasses.replace(cell, chunk_size=piece)] if piece < tokens else []
         if tokens in long:

@@ -50,21 +50,19 @@ SPEEDS = {
     "Density 0.2": (AT_02, timed(**BESIDE)),
     "Density 0.1": (AT_01, timed(**BESIDE)),
 }
-BY_DENSITY = {
-    f"{title}, {name.lower()}": (rule | {"phase": phase}, cell)
-    for title, phase in (("First token", "prefill"), ("Next token", "decode"))
-    for name, (rule, cell) in SPEEDS.items()
-    if rule != DENSE
-}
 
 
-def in_phases(rule: Row, density: str, cell: Cell | None = None) -> dict[str, tuple[Row, Cell]]:
-    """Makes columns: dense attention and a density, for the first token and for the next ones."""
+def in_phases(rules: dict[str, Row], cell: Cell | None = None) -> dict[str, tuple[Row, Cell]]:
+    """Makes a column of each rule for the first token, and for the next ones."""
     return {
-        f"{title}, {name}": (own | {"phase": phase}, cell or timed(**BESIDE))
+        f"{title}, {name}": (rule | {"phase": phase}, cell or timed(**BESIDE))
         for title, phase in (("First token", "prefill"), ("Next token", "decode"))
-        for name, own in (("dense", DENSE), (f"density {density}", rule))
+        for name, rule in rules.items()
     }
+
+
+DENSE_AND_01 = {"dense": DENSE, "density 0.1": AT_01}
+BY_DENSITY = in_phases({"density 0.2": AT_02, "density 0.1": AT_01})
 
 
 def busy(row: Row) -> Iterator[Row]:
@@ -376,7 +374,7 @@ TIMES: dict[str, Table] = {
         **WHOLE,
         where=LLAMA | {"batch": 1, "tokens": OneOf(2**12, 2**13, 2**14, 2**16, 2**17, 2**18)},
         lines=("tokens",),
-        columns=in_phases(AT_02, "0.2"),
+        columns=in_phases({"dense": DENSE, "density 0.2": AT_02}),
     ),
     "one-sequence": Table(
         **WHOLE,
@@ -431,7 +429,7 @@ TIMES: dict[str, Table] = {
         where=LLAMA | {"batch": 1, "tokens": 2**17},
         adapt=busy,
         lines=("part",),
-        columns=in_phases(AT_01, "0.1", milliseconds("ms")),
+        columns=in_phases(DENSE_AND_01, milliseconds("ms")),
         has_gaps=True,
     ),
     "weights": Table(
@@ -440,7 +438,7 @@ TIMES: dict[str, Table] = {
         "--weights bfloat16 --weights float8 --weights int8",
         where={"tokens": 2**17, "batch": 1, "weights": OneOf(*WEIGHTS)},
         lines=("weights",),
-        columns=in_phases(AT_01, "0.1", timed(**BESIDE, weights="bfloat16")),
+        columns=in_phases(DENSE_AND_01, timed(**BESIDE, weights="bfloat16")),
         note="Prompts of float8 and int8 ran with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`.",
     ),
     "scale": SCALE,
