@@ -2,8 +2,8 @@
 
 From them `report.py` writes `sketchwalk_jax/inference/break_even.json`, which ships with the
 package, and a sentence of README.md. Rows of `results/end_to_end.json` and `end_to_end_cpu.json`
-give the lengths of whole models on a GPU and on a CPU. `results/break_even.json` holds lengths of
-the printed rule on a CPU, and expected ones of unmeasured GPUs (docs/answered.md, "XLA on GPUs").
+give the lengths of whole models on a GPU and on a CPU. `results/break_even.json` holds what is
+expected of GPUs that were not measured (docs/answered.md, "XLA on GPUs").
 """
 
 import dataclasses
@@ -22,13 +22,12 @@ from sketchwalk_jax.policies import by_name
 
 DENSITY = 0.2  # of the default policy
 PRESETS = ("recommended", "paper")
-KEPT, MEASURED = "break_even.json", ("end_to_end.json", "end_to_end_cpu.json")
+EXPECTED, MEASURED = "break_even.json", ("end_to_end.json", "end_to_end_cpu.json")
 GAINS = {"prefill": 1.15, "decode": 1.03}
 """Least ratio of the times of dense and sparse attention at which a phase is sparse.
 
 A smaller gain is not worth the answers that are lost, which are two to four times as many if a
 prompt is read sparsely as if tokens are decoded sparsely (docs/answered.md, "Minimum of keys").
-Rows that `KEPT` holds were measured with 1 instead.
 """
 SHORT = 8192  # tokens; a policy that pays from this length on may pay at all lengths
 TABLE = common.ROOT / "sketchwalk_jax" / "inference" / "break_even.json"
@@ -44,9 +43,7 @@ def break_evens(results: Path) -> list[BreakEven]:
     Raises:
       ValueError: If a result comes from a run with `--quick`.
     """
-    kept = [BreakEven(**row) for row in common.read_results(results / KEPT)["rows"]]
-    measured = [one for one in kept if not one.is_expected]
-    known = {dataclasses.replace(one, tokens=None, longest=0) for one in measured}
+    measured: list[BreakEven] = []
     devices = set()
     for name in MEASURED:
         data = common.read_results(results / name)
@@ -56,15 +53,12 @@ def break_evens(results: Path) -> list[BreakEven]:
             raise ValueError(f"{name} must be of a whole run, got one with --quick")
         # `Auto` looks up a policy's class and density, so only these presets count.
         rows = [row for row in speedups(data) if row["preset"] in PRESETS]
-        found = of_rows(rows, device)
-        # What is kept replaces rows of the same case.
-        measured += [
-            one for one in found if dataclasses.replace(one, tokens=None, longest=0) not in known
-        ]
+        measured += of_rows(rows, device)
     # Hopper GPUs run the code of the one that was measured.
     own = [one for one in measured if one.device in devices - {"cpu"}]
     same = [dataclasses.replace(one, device=GPU_GROUPS[0]) for one in own]
-    return [*measured, *same, *(one for one in kept if one.is_expected)]
+    expected = common.read_results(results / EXPECTED)["rows"]
+    return [*measured, *same, *(BreakEven(**row) for row in expected)]
 
 
 def speedups(data: dict[str, Any]) -> Iterator[Row]:

@@ -309,8 +309,8 @@ def test_a_checkpoint_in_float16_runs_from_load_to_generate_on_a_gpu_before_ampe
 
 
 @pytest.mark.unchecked
-def test_asking_for_kernels_where_they_cannot_run_says_why(monkeypatch):
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
+def test_asking_for_kernels_where_they_cannot_run_says_why(on):
+    on("")
     x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
     selection = full_selection(jnp.zeros((1, 1), jnp.int32), 1)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' cannot run here: it .* 'xla' can"):

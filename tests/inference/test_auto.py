@@ -445,13 +445,18 @@ def test_a_length_that_pays_says_nothing_of_shorter_ones(benchmark, found):
         assert [(one.tokens, one.longest) for one in found(slower)] == [(None, 2**17)] * 2
 
 
-def test_what_is_kept_stands_beside_what_was_measured(found):
-    """Measured devices come first, then expected values for others."""
+def test_expected_break_evens_follow_the_measured_ones(found):
     one = {"phase": "decode", "policy": "RecommendedConfig", "density": 0.2, "block_size": 64}
-    one |= {"width": 64, "tokens": 512, "longest": 1024}
-    devices = (dispatch.GPU_GROUPS[-1], "cpu")
-    rows = found([one | {"device": device} for device in devices], "break_even")
-    assert [(one.device, one.is_expected) for one in rows] == [("cpu", False), (devices[0], True)]
+    one |= {"device": dispatch.GPU_GROUPS[-1], "width": 64, "tokens": 512, "longest": 1024}
+    assert [dataclasses.asdict(x) for x in found([one], "break_even")] == [
+        one | {"has_experts": False}
+    ]
+    rows = found([row(8192, "dense", 2.0), row(8192, "sketchwalk", 1.0)])
+    assert [(x.device, x.is_expected) for x in rows] == [
+        ("NVIDIA H200", False),
+        (dispatch.GPU_GROUPS[0], True),
+        (dispatch.GPU_GROUPS[-1], True),
+    ]
 
 
 def test_rows_of_whole_models_are_break_evens_of_their_device(found):
