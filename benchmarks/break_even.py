@@ -21,7 +21,6 @@ from sketchwalk_jax.pallas_kernels.dispatch import GPU_GROUPS
 from sketchwalk_jax.policies import by_name
 
 DENSITY = 0.2  # of the default policy
-PRESETS = ("recommended", "paper")
 EXPECTED, MEASURED = "break_even.json", ("end_to_end.json", "end_to_end_cpu.json")
 GAINS = {"prefill": 1.15, "decode": 1.03}
 """Least ratio of the times of dense and sparse attention at which a phase is sparse.
@@ -41,7 +40,7 @@ def break_evens(results: Path) -> list[BreakEven]:
       results: Folder of the results.
 
     Raises:
-      ValueError: If a result comes from a run with `--quick`.
+      ValueError: If a result comes from a run with `--quick`, or a measured device is expected.
     """
     measured: list[BreakEven] = []
     devices = set()
@@ -51,14 +50,16 @@ def break_evens(results: Path) -> list[BreakEven]:
         devices.add(device)
         if data["meta"].get("is_quick"):
             raise ValueError(f"{name} must be of a whole run, got one with --quick")
-        # `Auto` looks up a policy's class and density, so only these presets count.
-        rows = [row for row in speedups(data) if row["preset"] in PRESETS]
+        # `Auto` looks up a policy's class and density, which other presets may share.
+        rows = [row for row in speedups(data) if row["preset"] == "recommended"]
         measured += of_rows(rows, device)
     # Hopper GPUs run the code of the one that was measured.
     own = [one for one in measured if one.device in devices - {"cpu"}]
     same = [dataclasses.replace(one, device=GPU_GROUPS[0]) for one in own]
-    expected = common.read_results(results / EXPECTED)["rows"]
-    return [*measured, *same, *(BreakEven(**row) for row in expected)]
+    expected = [BreakEven(**row) for row in common.read_results(results / EXPECTED)["rows"]]
+    if not all(one.is_expected for one in expected):
+        raise ValueError(f"{EXPECTED} must hold only rows of {', '.join(GPU_GROUPS)}")
+    return [*measured, *same, *expected]
 
 
 def speedups(data: dict[str, Any]) -> Iterator[Row]:

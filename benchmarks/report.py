@@ -7,18 +7,17 @@ It also derives the lengths that `Auto` goes by, `sketchwalk_jax/inference/break
 
 A table stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` on a page; `tables.py`
 defines its file and rows. All tables have one form: some fields identify a line, and each further
-column selects rows of the line, from which a function makes the text of a cell.
+column selects rows of the line, from which a function makes the text of a cell. A table shows one
+version of the code. `appendix/commands.md` has the commands that measured the tables.
 """
 
 import argparse
 import dataclasses
 import difflib
 import functools
-import itertools
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,15 +36,18 @@ from sketchwalk_jax.evaluation.tables import (
 )
 
 HERE = Path(__file__).resolve().parent
+APPENDIX = HERE / "appendix"
 RESULTS = common.RESULTS
 PAGES = (
     HERE.parent / "README.md",
     HERE / "KERNELS.md",
     HERE / "QUALITY.md",
     HERE.parent / "docs" / "several_gpus.md",
-    *sorted((HERE / "appendix").glob("*.md")),
+    *sorted(APPENDIX.glob("*.md")),
 )
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
+HEADING_OR_NAME = re.compile(r"^#+ (.+)$|<!-- benchmark:([\w-]+) -->", re.MULTILINE)
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 PHASES = {"prefill": "prefill", "decode": "decode", "both": "both"}
 _ORDER = ("dense", "recommended", "paper", "damped", "one_hop", "released")
 _ORDER += ("minference", "flexprefill", "quest", "adamas", "oracle", "streaming", "random")
@@ -110,7 +112,8 @@ class Table:
         """Writes the table as Markdown, from the folder of results.
 
         Raises:
-          ValueError: If the results come from a run with `--quick`, or are incomplete.
+          ValueError: If the results come from a run with `--quick` or from several versions of the
+            code, or are incomplete.
         """
         path = results / self.file
         if not path.exists():
@@ -120,12 +123,10 @@ class Table:
         shown = select(rows, self.where)
         body, used = [], list[Row]()
         for line in self._lines(shown):
-            own = [select(shown, line | where) for where, _ in self.columns.values()]
-            kept = _of_one_code(itertools.chain(*own))
             cells = []
-            for found, (where, cell) in zip(own, self.columns.values(), strict=True):
-                some = [row for row in found if _is_dense(row) or row.get("sources") == kept]
-                other = functools.partial(_others, rows, {**self.where, **line, **where})
+            for where, cell in self.columns.values():
+                some = select(shown, line | where)
+                other = functools.partial(_others, rows, {**self.where, **line, **where}, used)
                 cells.append(cell(some, other) if some else NOTHING)
                 used += some
             if {*cells} != {NOTHING} and (self.has_gaps or NOTHING not in cells):
@@ -133,8 +134,13 @@ class Table:
         head = [*(FIELDS[one][0] for one in self.lines), *self.columns]
         if not body:
             return f"To measure: `{self.command}`."
-        runs = [row["run"] for row in used if "run" in row] or [data["meta"]]
-        about = describe(data["meta"], runs, self.command)
+        runs = [row.get("run", data["meta"]) for row in used]
+        codes = {
+            row.get("sources", run.get("sources")) for row, run in zip(used, runs, strict=True)
+        }
+        if len(codes) > 1:
+            raise ValueError(f"{path.name} must be of one version of the code, got {codes}")
+        about = describe(data["meta"], runs)
         note = f"{self.note} {about}" if self.note else about
         return f"{markdown_table(head, body, num_names=len(self.lines))}\n\n{note}"
 
@@ -152,17 +158,10 @@ class Table:
         return sorted(found.values(), key=rank)
 
 
-def _of_one_code(rows: Iterable[Row]) -> str | None:
-    """Finds the code version of most rows of a line; the line shows no others.
-
-    Dense attention is the same in all versions, and does not count.
-    """
-    codes = Counter(row.get("sources") for row in rows if not _is_dense(row))
-    return codes.most_common(1)[0][0] if codes else None
-
-
-def _others(rows: Sequence[Row], where: Where, **changed: Any) -> list[Row]:
-    return select(rows, {**where, **changed})
+def _others(rows: Sequence[Row], where: Where, used: list[Row], **changed: Any) -> list[Row]:
+    found = select(rows, {**where, **changed})
+    used += found
+    return found
 
 
 def _is_dense(row: Row) -> bool:
@@ -249,14 +248,14 @@ def select(rows: Iterable[Row], where: Where) -> list[Row]:
     return [row for row in rows if all(one == row.get(key) for key, one in where.items())]
 
 
-def describe(meta: Row, runs: Iterable[Row], command: str) -> str:
-    """Describes hardware, date and command in one line, or the source of published figures."""
+def describe(meta: Row, runs: Iterable[Row]) -> str:
+    """Describes hardware and date in one line, or the source of published figures."""
     if "device" not in meta:
         return f"{meta['source']}; {meta['unit']}; {meta['setting']}."
     device = meta["device"] if meta["device"] != "cpu" else f"{meta['cpu']}, {meta['cores']} cores"
     dates = sorted({run["date"] for run in runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{device}; JAX {meta['versions']['jax']}; {when}; `{command}`"
+    return f"{device}; JAX {meta['versions']['jax']}; {when}"
 
 
 # Cells of speeds.
@@ -389,6 +388,20 @@ def _bytes(rows: Iterable[Row]) -> float:
 
 
 # Pages.
+
+
+def sections(page: str) -> Iterator[tuple[str, str]]:
+    """Lists the tables of a page's text: the heading above, and the name."""
+    heading = ""
+    for title, name in HEADING_OR_NAME.findall(CODE.sub("", page)):
+        heading = title or heading
+        if name:
+            yield heading, name
+
+
+def anchor(heading: str) -> str:
+    """Returns the anchor of a heading, as code hosts make it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

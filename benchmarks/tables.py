@@ -1,23 +1,28 @@
 """Defines the tables of the pages: their results, rows and columns."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from report import (
     ANY,
+    APPENDIX,
     NOTHING,
+    PAGES,
     Cell,
     OneOf,
     Other,
     Row,
     Table,
+    anchor,
     best,
     bytes_read,
     describe,
     duration,
     loss_beyond,
+    markdown_table,
     mean,
     milliseconds,
     number,
@@ -27,6 +32,7 @@ from report import (
     right,
     right_and_read,
     right_interval,
+    sections,
     select,
     timed,
 )
@@ -236,7 +242,7 @@ def on_a_device(row: Row) -> Iterator[Row]:
         yield row
 
 
-def of_a_device(file: str, model: str) -> Table:
+def of_a_device(file: str, model: str, options: str = "") -> Table:
     """Makes the table of a device's times."""
     tasks = {
         "One layer's attention": "attention",
@@ -245,7 +251,7 @@ def of_a_device(file: str, model: str) -> Table:
     }
     return Table(
         file=f"devices/{file}",
-        command=f"sketchwalk bench --model {model}",
+        command=f"sketchwalk bench --model {model}{options}",
         adapt=on_a_device,
         lines=("tokens",),
         columns={
@@ -313,12 +319,14 @@ def first_measured(results: Path) -> Table:
 class FirstCall:
     """The table of first calls on a GPU, or on a CPU while no GPU was measured."""
 
+    command = FIRST_CALL_CPU.command
+
     def write(self, results: Path) -> str:
         """Writes the table, from the folder of results."""
         return first_measured(results).write(results)
 
 
-class FirstCallSentence:
+class FirstCallSentence(FirstCall):
     """The sentence on the first call of a process, for each model of the same results."""
 
     def write(self, results: Path) -> str:
@@ -340,7 +348,7 @@ class FirstCallSentence:
         if not sentences:
             return f"To measure: `{table.command}`."
         runs = [row["run"] for row in rows]
-        return f"{' '.join(sentences)} {describe(data['meta'], runs, table.command)}"
+        return f"{' '.join(sentences)} {describe(data['meta'], runs)}"
 
 
 SCALE = Table(
@@ -423,6 +431,20 @@ TIMES: dict[str, Table] = {
         columns=SPEEDS | {"Density 0.1, of its bound": (AT_01, of_floor)},
         note="The bound is the bytes of weights, attended keys and values, and statistics at the "
         "rate of a copy in the same run.",
+    ),
+    "batch-models": Table(
+        **WHOLE,
+        where={
+            "model": OneOf("qwen2.5-7b", "qwen3-30b-a3b"),
+            "implementation": "ours",
+            "phase": "decode",
+            "batch": OneOf(8, 32),
+            "tokens": OneOf(2**12, 2**14, 2**16),
+            "error": None,
+        },
+        adapt=loaded,
+        lines=("model", "load"),
+        columns=SPEEDS,
     ),
     "model-parts": Table(
         **WHOLE,
@@ -542,13 +564,16 @@ TIMES: dict[str, Table] = {
     ),
     "first-call-cpu": FIRST_CALL_CPU,
     "device-epyc": of_a_device("own_epyc_two_cores.json", "models/sketchwalk_8m"),
-    "device-h200": of_a_device("h200_qwen2.5_coder_0.5b.json", "FILE.gguf"),
+    "device-h200": of_a_device(
+        "h200_qwen2.5_coder_0.5b.json", "FILE.gguf", " --seconds 300 --prompts 5"
+    ),
 }
 
 # Answers and texts.
 
-REAL = "python benchmarks/real_models.py --model FILE.gguf --text TEXT.xz --text-tail 0.03"
-EVAL = "sketchwalk eval --tokens 16384 --density 0.2 --out benchmarks/results/quality.json"
+TEXT = "--text TEXT.xz --text-tail 0.03"
+REAL = f"python benchmarks/real_models.py --model FILE.gguf {TEXT}"
+EVAL = f"sketchwalk eval {TEXT} --tokens 16384 --density 0.2 --out benchmarks/results/quality.json"
 ANSWERS: dict[str, Any] = {
     "file": "answers.json",
     "command": f"{REAL} --tokens 4096 8192 16384 30720 --prompts 50 --out answers.json",
@@ -647,7 +672,7 @@ def ablated(preset: str) -> Table:
     loss = loss_beyond(method="dense", preset=None, variant="nothing")
     return Table(
         file="ablations.json",
-        command="python benchmarks/ablations.py",
+        command=f"python benchmarks/ablations.py {TEXT}",
         where={"preset": preset, "density": 0.2},
         adapt=named,
         lines=("variant",),
@@ -702,7 +727,8 @@ RESULTS: dict[str, Table] = {
     ),
     "continuations": Table(
         file="continuations.json",
-        command=f"{REAL} --task long_decode",
+        command=f"{REAL} --policy sketchwalk --preset recommended --task long_decode "
+        "--phase decode both --tokens 4096 --prompts 200 --out continuations.json",
         where=REPORTED | {"method": "recommended", "phase": "both"},
         lines=("model", "density"),
         columns={
@@ -732,7 +758,7 @@ RESULTS: dict[str, Table] = {
     ),
     "weights-moved": Table(
         file="quantized_weights.json",
-        command="python benchmarks/quantized_weights.py --model FILE.gguf",
+        command=f"python benchmarks/quantized_weights.py --model FILE.gguf --prompts 6 {TEXT}",
         where={"part": "all layers", "weights": OneOf("float32", *WEIGHTS)},
         adapt=moved,
         lines=("model", "weights", "attention"),
@@ -825,10 +851,28 @@ class BreakEven:
         return break_even.sentence(results)
 
 
-TABLES: dict[str, Table | BreakEven | FirstCall | FirstCallSentence] = {
+class Commands:
+    """The table of the commands that measured the other tables."""
+
+    def write(self, results: Path) -> str:
+        """Writes the table: each command, and the sections of the pages with its tables."""
+        found: dict[str, dict[str, None]] = {}
+        for page in PAGES:
+            for title, name in sections(page.read_text(encoding="utf-8")):
+                command = getattr(TABLES[name], "command", "")
+                if " " in command:  # published figures have a source instead
+                    place = os.path.relpath(page, APPENDIX).replace(os.sep, "/")
+                    link = f"[{page.stem}: {title}]({place}#{anchor(title)})"
+                    found.setdefault(command, {})[link] = None
+        lines = [[f"`{command}`", ", ".join(links)] for command, links in found.items()]
+        return markdown_table(["Command", "Tables"], lines, num_names=2)
+
+
+TABLES: dict[str, Table | BreakEven | FirstCall | Commands] = {
     **TIMES,
     **RESULTS,
     "break-even": BreakEven(),
     "first-call": FirstCall(),
     "first-call-sentence": FirstCallSentence(),
+    "commands": Commands(),
 }

@@ -52,8 +52,8 @@ class BreakEven:
       has_experts: Whether the model has a mixture of experts.
       tokens: The smallest measured length from which on the policy paid at every length: prompts
         were read 1.15 times as fast as with dense attention, tokens decoded 1.03 times as fast.
-        Rows of GPUs that were not measured, and of the printed rule on CPUs, ask for no loss of
-        time only. None if it did not pay at the longest length.
+        Rows of other GPUs than Hopper's ask for no loss of time only. None if it did not pay at
+        the longest length.
       longest: The longest length that was measured, in tokens.
     """
 

@@ -81,7 +81,7 @@ def test_pages_show_the_gpu_if_it_was_measured_and_else_the_cpu(tmp_path):
     assert sentence == (
         "With small, 1,000 tokens and 32 new ones, a repeated call takes 500 ms. The first call "
         "ever takes 8.50 s more, the first call of a later process 2.50 s more. AMD EPYC, 2 cores; "
-        "JAX 0.1; 2026-01-01; `python benchmarks/first_call.py`"
+        "JAX 0.1; 2026-01-01"
     )
     write(tmp_path, "first_call.json", "large", "NVIDIA H100")
     table, sentence, other = (TABLES[name].write(tmp_path) for name in texts)

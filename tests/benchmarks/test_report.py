@@ -56,7 +56,7 @@ def test_a_sparse_time_stands_beside_the_fastest_dense_one(write):
         "| --- | ---: | ---: |",
         "| 1,024 | 10.0 s | 4.00 s, **2.50×** |",
     ]
-    assert about == "NVIDIA H200; JAX 0.1; 2026-01-02 to 2026-01-03; `it`"
+    assert about == "NVIDIA H200; JAX 0.1; 2026-01-02 to 2026-01-03"
 
 
 def test_lines_are_sorted_and_those_with_gaps_are_left_out(write):
@@ -108,21 +108,28 @@ def test_answers_are_added_up_without_parts_losses_and_tasks_that_do_not_count(w
     assert "| `quest` | 0.62 | 0.62 (0.52–0.72) |" in text
 
 
-def test_a_line_shows_rows_of_one_code(write):
-    rows = [
-        answered("dense", "single_needle", 40, sources="old"),
-        answered("quest", "single_needle", 20, sources="old"),
-        answered("quest", "multi_key", 40, sources="new"),
-        answered("quest", "mid_prompt", 40, sources="new"),
-    ]
-    columns = {one: ({"task": one}, right) for one in ("single_needle", "multi_key")}
-    text = write(rows, lines=("method",), columns=columns, has_gaps=True)
-    assert f"| dense | 1.00 | {NOTHING} |" in text
-    # The line has two versions of the code, equally often: the first one is shown.
-    assert f"| `quest` | 0.50 | {NOTHING} |" in text
-    columns["mid_prompt"] = ({"task": "mid_prompt"}, right)
-    text = write(rows, lines=("method",), columns=columns, has_gaps=True)
-    assert f"| `quest` | {NOTHING} | 1.00 | 1.00 |" in text
+def test_a_table_is_of_one_version_of_the_code(write):
+    """Rows of times name it in their run; rows of evaluations where it differs from the file's."""
+    options = {"lines": ("tokens",), "columns": COLUMNS}
+    dense, sparse = whole_model("dense", 2.0), whole_model("sketchwalk", 1.0)
+    for row in (dense, sparse):
+        row["run"]["sources"] = "new"
+    assert "**2.00×**" in write([dense, sparse], **options)
+    dense["run"]["sources"] = "old"
+    with pytest.raises(ValueError, match="one version of the code, got .*old"):
+        write([dense, sparse], **options)
+    own = {"Sparse": COLUMNS["Sparse"]}  # compared with a row that no column shows
+    with pytest.raises(ValueError, match="one version of the code, got .*old"):
+        write([dense, sparse], lines=("tokens",), columns=own)
+    rows = [answered("dense", "multi_key", 40), answered("quest", "multi_key", 20)]
+    options = {"lines": ("method",), "columns": {"Right": ({}, right)}}
+    assert "| `quest` | 0.50 |" in write(rows, {"sources": "new"}, **options)
+    with pytest.raises(ValueError, match="one version of the code, got .*old"):
+        write(
+            [*rows, answered("adamas", "multi_key", 40, sources="old")],
+            {"sources": "new"},
+            **options,
+        )
 
 
 def test_losses_are_compared_text_by_text(write):
@@ -183,3 +190,5 @@ def test_every_table_is_on_a_page_with_five_columns_at_most_and_its_script(repos
             scripts = re.findall(r"python (\S+\.py)", table.command)
             assert all((repository / script).exists() for script in scripts), name
             assert scripts or table.command.startswith(("sketchwalk ", "arXiv:")), name
+            is_listed = f"| `{table.command}` | [" in on_pages["commands"]
+            assert is_listed != table.command.startswith("arXiv:"), name

@@ -451,6 +451,9 @@ def test_expected_break_evens_follow_the_measured_ones(found):
     assert [dataclasses.asdict(x) for x in found([one], "break_even")] == [
         one | {"has_experts": False}
     ]
+    with pytest.raises(ValueError, match="must hold only rows of Hopper GPUs, "):
+        found([one | {"device": "cpu"}], "break_even")
+    found([one], "break_even")
     rows = found([row(8192, "dense", 2.0), row(8192, "sketchwalk", 1.0)])
     assert [(x.device, x.is_expected) for x in rows] == [
         ("NVIDIA H200", False),

@@ -21,6 +21,7 @@ PAGES = (
     "benchmarks/KERNELS.md",
     "benchmarks/QUALITY.md",
     "benchmarks/appendix/ablations.md",
+    "benchmarks/appendix/commands.md",
     "benchmarks/appendix/devices.md",
     "benchmarks/appendix/kernels.md",
     "benchmarks/appendix/paper.md",
@@ -62,11 +63,10 @@ def test_tables_equal_the_results(repository):
         ("benchmarks/QUALITY.md", "bundled"),
     ],
 )
-def test_a_page_has_the_table_with_hardware_date_and_command(repository, page, name):
+def test_a_page_has_the_table_with_hardware_and_date(repository, page, name):
     text = section((repository / page).read_text(encoding="utf-8"), name)
     assert text.count("\n| ") >= 3
     assert re.search(r"(H100|H200|EPYC).*; JAX 0\.\d+\S*; 2026-\d\d-\d\d", text)
-    assert re.search(r"`(python benchmarks/|sketchwalk eval)", text)
 
 
 @pytest.mark.parametrize(
