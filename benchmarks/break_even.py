@@ -40,7 +40,8 @@ def break_evens(results: Path) -> list[BreakEven]:
       results: Folder of the results.
 
     Raises:
-      ValueError: If a result comes from a run with `--quick`, or a measured device is expected.
+      ValueError: If results come from a run with `--quick` or from several versions of the code,
+        or if what is expected names a measured device.
     """
     measured: list[BreakEven] = []
     devices = set()
@@ -48,8 +49,7 @@ def break_evens(results: Path) -> list[BreakEven]:
         data = common.read_results(results / name)
         device = data["meta"].get("device", "")
         devices.add(device)
-        if data["meta"].get("is_quick"):
-            raise ValueError(f"{name} must be of a whole run, got one with --quick")
+        common.check_publishable(name, data)
         # `Auto` looks up a policy's class and density, which other presets may share.
         rows = [row for row in speedups(data) if row["preset"] == "recommended"]
         measured += of_rows(rows, device)

@@ -343,6 +343,22 @@ def read_results(path: str | Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def check_publishable(name: str, data: Mapping[str, Any]) -> None:
+    """Raises a ValueError for results of a quick run, or of several versions of the code.
+
+    Args:
+      name: Name of the file, for the error.
+      data: Its contents; published figures, which no device of ours measured, are not checked.
+    """
+    meta = data["meta"]
+    if meta.get("is_quick"):
+        raise ValueError(f"{name} must be of a whole run, got one with --quick")
+    rows = data["rows"] if "device" in meta else ()
+    codes = {str(row.get("sources") or row.get("run", meta).get("sources")) for row in rows}
+    if len(codes) > 1 or "None" in codes:
+        raise ValueError(f"{name} must be of one version of the code, got {sorted(codes)}")
+
+
 def is_measured(path: str | Path, names: Iterable[str]) -> Callable[[Mapping[str, Any]], bool]:
     """Tells whether a file has a row of the same name that was measured or does not fit.
 

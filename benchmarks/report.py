@@ -7,8 +7,8 @@ It also derives the lengths that `Auto` goes by, `sketchwalk_jax/inference/break
 
 A table stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` on a page; `tables.py`
 defines its file and rows. All tables have one form: some fields identify a line, and each further
-column selects rows of the line, from which a function makes the text of a cell. A table shows one
-version of the code. `appendix/commands.md` has the commands that measured the tables.
+column selects rows of the line, from which a function makes the text of a cell. A file of results
+must be of one version of the code. `appendix/commands.md` has the commands that write the results.
 """
 
 import argparse
@@ -47,7 +47,7 @@ PAGES = (
 )
 SECTION = re.compile(r"(<!-- benchmark:([\w-]+) -->\n)(.*?)(<!-- /benchmark -->)", re.DOTALL)
 HEADING_OR_NAME = re.compile(r"^#+ (.+)$|<!-- benchmark:([\w-]+) -->", re.MULTILINE)
-CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 PHASES = {"prefill": "prefill", "decode": "decode", "both": "both"}
 _ORDER = ("dense", "recommended", "paper", "damped", "one_hop", "released")
 _ORDER += ("minference", "flexprefill", "quest", "adamas", "oracle", "streaming", "random")
@@ -126,7 +126,7 @@ class Table:
             cells = []
             for where, cell in self.columns.values():
                 some = select(shown, line | where)
-                other = functools.partial(_others, rows, {**self.where, **line, **where}, used)
+                other = functools.partial(_others, rows, {**self.where, **line, **where})
                 cells.append(cell(some, other) if some else NOTHING)
                 used += some
             if {*cells} != {NOTHING} and (self.has_gaps or NOTHING not in cells):
@@ -134,13 +134,7 @@ class Table:
         head = [*(FIELDS[one][0] for one in self.lines), *self.columns]
         if not body:
             return f"To measure: `{self.command}`."
-        runs = [row.get("run", data["meta"]) for row in used]
-        codes = {
-            row.get("sources", run.get("sources")) for row, run in zip(used, runs, strict=True)
-        }
-        if len(codes) > 1:
-            raise ValueError(f"{path.name} must be of one version of the code, got {codes}")
-        about = describe(data["meta"], runs)
+        about = describe(data["meta"], [row.get("run", data["meta"]) for row in used])
         note = f"{self.note} {about}" if self.note else about
         return f"{markdown_table(head, body, num_names=len(self.lines))}\n\n{note}"
 
@@ -158,10 +152,8 @@ class Table:
         return sorted(found.values(), key=rank)
 
 
-def _others(rows: Sequence[Row], where: Where, used: list[Row], **changed: Any) -> list[Row]:
-    found = select(rows, {**where, **changed})
-    used += found
-    return found
+def _others(rows: Sequence[Row], where: Where, **changed: Any) -> list[Row]:
+    return select(rows, {**where, **changed})
 
 
 def _is_dense(row: Row) -> bool:
@@ -212,11 +204,10 @@ def read(path: Path) -> Row:
     """Reads a file of results, and adds names of methods to its rows.
 
     Raises:
-      ValueError: If it comes from a run with `--quick`, or from an incomplete evaluation.
+      ValueError: If it comes from a run with `--quick`, or from several versions of the code.
     """
     data: Row = json.loads(path.read_text(encoding="utf-8"))
-    if data["meta"].get("is_quick"):
-        raise ValueError(f"{path.name} must be of a whole run, got one with --quick")
+    common.check_publishable(path.name, data)
     rows = data["rows"] if "rows" in data else data["tables"]
     for row in rows:
         if "policy" in row:

@@ -347,7 +347,7 @@ class FirstCallSentence(FirstCall):
                 )
         if not sentences:
             return f"To measure: `{table.command}`."
-        runs = [row["run"] for row in rows]
+        runs = [row.get("run", data["meta"]) for row in rows]
         return f"{' '.join(sentences)} {describe(data['meta'], runs)}"
 
 
@@ -572,11 +572,14 @@ TIMES: dict[str, Table] = {
 # Answers and texts.
 
 TEXT = "--text TEXT.xz --text-tail 0.03"
+OUT = "--out benchmarks/results"
 REAL = f"python benchmarks/real_models.py --model FILE.gguf {TEXT}"
-EVAL = f"sketchwalk eval {TEXT} --tokens 16384 --density 0.2 --out benchmarks/results/quality.json"
+FIFTY = f"{REAL} --prompts 50"
+DEFAULT = "--policy sketchwalk --preset recommended"
+EVAL = f"sketchwalk eval {TEXT} --tokens 16384 --density 0.2 {OUT}/quality.json"
 ANSWERS: dict[str, Any] = {
     "file": "answers.json",
-    "command": f"{REAL} --tokens 4096 8192 16384 30720 --prompts 50 --out answers.json",
+    "command": f"{FIFTY} {DEFAULT} --tokens 4096 8192 16384 30720 {OUT}/answers.json",
 }
 MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b")
 REPORTED: Row = {"stage": "report", "model": OneOf(*MODELS)}
@@ -692,7 +695,9 @@ RESULTS: dict[str, Table] = {
         columns={title: ({"task": task}, right) for title, task in TASKS.items()},
     ),
     "methods-prefill": Table(
-        **ANSWERS,
+        file="answers.json",
+        command=f"{FIFTY} --policy sketchwalk minference flexprefill --preset recommended --phase "
+        f"prefill --dense-layers 0 --tokens 16384 {OUT}/answers.json",
         where=REPORTED | {"model": MODELS[1], "phase": "prefill", "tokens": 2**14},
         adapt=asked,
         lines=("method",),
@@ -707,7 +712,9 @@ RESULTS: dict[str, Table] = {
         },
     ),
     "methods-decode": Table(
-        **ANSWERS,
+        file="answers.json",
+        command=f"{FIFTY} --policy sketchwalk quest adamas --preset recommended --density 0.05 0.1 "
+        f"0.2 --phase decode --dense-layers 0 --probe-prompts 2 --tokens 8192 {OUT}/answers.json",
         where=REPORTED | {"phase": "decode", "tokens": 8192, "method": OneOf(*DECODED)},
         adapt=asked,
         lines=("model", "method"),
@@ -727,8 +734,8 @@ RESULTS: dict[str, Table] = {
     ),
     "continuations": Table(
         file="continuations.json",
-        command=f"{REAL} --policy sketchwalk --preset recommended --task long_decode "
-        "--phase decode both --tokens 4096 --prompts 200 --out continuations.json",
+        command=f"{REAL} --prompts 200 {DEFAULT} --task long_decode --phase decode both "
+        f"--tokens 4096 {OUT}/continuations.json",
         where=REPORTED | {"method": "recommended", "phase": "both"},
         lines=("model", "density"),
         columns={
@@ -738,12 +745,13 @@ RESULTS: dict[str, Table] = {
     ),
     "weights-loss": Table(
         file="answers_weights.json",
-        command=f"{REAL} --weights int8 --density 0.2 --phase both --tokens 4096 --prompts 50 "
-        "--out answers_weights.json",
+        command=f"{FIFTY} {DEFAULT} --density 0.2 --phase both --tokens 4096 --task text_loss "
+        f"multi_key single_needle [--weights TYPE] {OUT}/answers_weights.json",
         where={
             "stage": "report",
             "tokens": 4096,
             "model": OneOf(*MODELS),
+            "method": OneOf("dense", "recommended"),
         },
         adapt=weighted,
         lines=("model", "weights", "attention"),
@@ -758,7 +766,7 @@ RESULTS: dict[str, Table] = {
     ),
     "weights-moved": Table(
         file="quantized_weights.json",
-        command=f"python benchmarks/quantized_weights.py --model FILE.gguf --prompts 6 {TEXT}",
+        command=f"python benchmarks/quantized_weights.py --model FILE.gguf {TEXT}",
         where={"part": "all layers", "weights": OneOf("float32", *WEIGHTS)},
         adapt=moved,
         lines=("model", "weights", "attention"),
@@ -769,8 +777,8 @@ RESULTS: dict[str, Table] = {
     ),
     "rounding": Table(
         file="real_models.json",
-        command=f"{REAL} --policy sketchwalk --preset recommended --density 1 --phase prefill "
-        "--task multi_key mid_prompt --tokens 4096 8192 --prompts 50 --out rounding.json",
+        command=f"{FIFTY} {DEFAULT} --density 1 --phase prefill --task multi_key mid_prompt "
+        f"--tokens 4096 8192 {OUT}/real_models.json",
         where=REPORTED | {"method": "recommended", "density": 1.0},
         lines=("model", "tokens"),
         columns={title: ({"task": task}, right_interval) for title, task in [*TASKS.items()][1:]},
@@ -785,9 +793,9 @@ RESULTS: dict[str, Table] = {
     ),
     "printed-rule": Table(
         file="real_models.json",
-        command=f"{REAL} --policy sketchwalk oracle --preset paper damped one_hop released "
+        command=f"{FIFTY} --policy sketchwalk oracle --preset paper damped one_hop released "
         "--density 0.2 --dense-layers 2 --phase prefill both --task single_needle multi_key "
-        "mid_prompt --tokens 8192 16384 --prompts 50 --out printed_rule.json",
+        f"mid_prompt --tokens 8192 16384 {OUT}/real_models.json",
         where=REPORTED
         | {"density": 0.2, "method": OneOf("paper", "damped", "one_hop", "released", "oracle")},
         lines=("model", "tokens", "method"),

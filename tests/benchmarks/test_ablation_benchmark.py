@@ -136,7 +136,7 @@ def test_lists_are_those_of_the_equations_without_a_mask(preset):
 
 
 def test_tables_have_every_variant_with_paired_differences(rows, tmp_path):
-    data = {"meta": META | {"prompts": PROMPTS}, "rows": rows}
+    data = {"meta": META | {"prompts": PROMPTS, "sources": "new"}, "rows": rows}
     (tmp_path / "ablations.json").write_text(json.dumps(data), encoding="utf-8")
     text = "\n".join(
         tables.TABLES[f"ablations-{preset}"].write(tmp_path) for preset in ("paper", "damped")

@@ -54,7 +54,7 @@ def test_lengths_are_padded_differently_and_two_turns_fit(tokens):
 def write(folder: Path, name: str, model: str, device: str, step: str = "first") -> None:
     """Writes the first call of a model: 9 and 3 s, and 0.5 s when it is warm."""
     row = {"model": model, "step": step, "tokens": 1000, "max_new_tokens": 32, "error": None}
-    row |= {"run": {"date": "2026-01-01"}, "warm_s": {"median": 0.5}}
+    row |= {"run": {"date": "2026-01-01", "sources": "new"}, "warm_s": {"median": 0.5}}
     rows = [
         row | {"cache": cache, "first_s": first, "extra_s": first - 0.5, "compiled": count}
         for cache, first, count in (("empty", 9.0, 7), ("filled", 3.0, 1))

@@ -1,6 +1,8 @@
 """The benchmark of instruction models: its stages, and their choices."""
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,13 +10,14 @@ import checkpoints
 import numpy as np
 import pytest
 
-from sketchwalk_jax.evaluation.results import check_rows, read_results
+from sketchwalk_jax.evaluation.results import ResultsFile, check_rows, read_results
 from sketchwalk_jax.evaluation.rows import ROW_FIELDS, exact_match
 from sketchwalk_jax.evaluation.settings import Rule
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import real_models  # noqa: E402
+import tables  # noqa: E402
 
 
 def made_up_row(label, task, right, *, count=40, stage="report", in_mean=True, **fields):
@@ -43,6 +46,31 @@ def test_the_most_right_answers_choose_the_dense_layers():
     reported = [made_up_row("quest", "multi_key", 20)]
     with pytest.raises(SystemExit, match="must be one number where there was no --stage develop"):
         real_models.best_layers(reported, "tiny", rule, "decode")
+
+
+def test_the_commands_of_the_tables_have_rules_and_write_the_files_of_the_tables(
+    monkeypatch, tmp_path
+):
+    """Policies whose dense layers must be chosen first would stop a command."""
+    found = {}
+
+    def run_model(path, text, options, seconds):
+        file = ResultsFile(tmp_path / "none.json", {})
+        methods = {rule.preset or rule.policy for rule in real_models.make_rules(file, "", options)}
+        found[name] = options.out.name, methods, options.density
+
+    monkeypatch.setattr(real_models, "run_model", run_model)
+    monkeypatch.setattr(real_models, "read_text", lambda *_, **__: None)
+    for name, table in tables.TABLES.items():
+        command = getattr(table, "command", "")
+        if "real_models.py" in command:
+            real_models.main(shlex.split(re.sub(r"\[.*?\]", "", command))[2:])
+            assert found[name][0] == table.file
+    assert len(found) >= 10
+    assert found["losses"][1:] == ({"recommended"}, [0.1, 0.2])
+    assert found["methods-prefill"][1] == {"recommended", "minference", "flexprefill"}
+    assert found["methods-decode"][1:] == ({"recommended", "quest", "adamas"}, [0.05, 0.1, 0.2])
+    assert found["printed-rule"][1] == {"paper", "damped", "one_hop", "released", "oracle"}
 
 
 @pytest.mark.slow

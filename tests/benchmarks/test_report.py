@@ -15,6 +15,7 @@ from report import NOTHING, OneOf, Table, loss_beyond, right, right_interval, ti
 from tables import EXPERTS, TABLES, WEIGHTS  # noqa: E402
 
 MACHINE = {"device": "NVIDIA H200", "cpu": "some", "cores": 2, "versions": {"jax": "0.1"}}
+MACHINE |= {"sources": "new"}
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def whole_model(policy, seconds, tokens=1024, **more):
     row = {"tokens": tokens, "policy": policy, "preset": None, "density": 1.0, "error": None}
     if policy == "sketchwalk":
         row |= {"preset": "recommended", "density": 0.1}
-    run = {"date": more.pop("date", "2026-01-02")}
+    run = {"date": more.pop("date", "2026-01-02"), "sources": "new"}
     return row | {"seconds": {"median": seconds}, "run": run} | more
 
 
@@ -108,28 +109,21 @@ def test_answers_are_added_up_without_parts_losses_and_tasks_that_do_not_count(w
     assert "| `quest` | 0.62 | 0.62 (0.52–0.72) |" in text
 
 
-def test_a_table_is_of_one_version_of_the_code(write):
+def test_results_are_of_one_version_of_the_code(write):
     """Rows of times name it in their run; rows of evaluations where it differs from the file's."""
-    options = {"lines": ("tokens",), "columns": COLUMNS}
-    dense, sparse = whole_model("dense", 2.0), whole_model("sketchwalk", 1.0)
-    for row in (dense, sparse):
-        row["run"]["sources"] = "new"
-    assert "**2.00×**" in write([dense, sparse], **options)
-    dense["run"]["sources"] = "old"
-    with pytest.raises(ValueError, match="one version of the code, got .*old"):
-        write([dense, sparse], **options)
-    own = {"Sparse": COLUMNS["Sparse"]}  # compared with a row that no column shows
-    with pytest.raises(ValueError, match="one version of the code, got .*old"):
-        write([dense, sparse], lines=("tokens",), columns=own)
-    rows = [answered("dense", "multi_key", 40), answered("quest", "multi_key", 20)]
-    options = {"lines": ("method",), "columns": {"Right": ({}, right)}}
-    assert "| `quest` | 0.50 |" in write(rows, {"sources": "new"}, **options)
-    with pytest.raises(ValueError, match="one version of the code, got .*old"):
-        write(
-            [*rows, answered("adamas", "multi_key", 40, sources="old")],
-            {"sources": "new"},
-            **options,
-        )
+    times = [whole_model("dense", 2.0), whole_model("sketchwalk", 1.0)]
+    answers = [answered("dense", "multi_key", 40), answered("quest", "multi_key", 20)]
+    for rows, text, options in (
+        (times, "**2.00×**", {"lines": ("tokens",), "columns": COLUMNS}),
+        (answers, "| `quest` | 0.50 |", {"lines": ("method",), "columns": {"": ({}, right)}}),
+    ):
+        assert text in write(rows, **options)
+        # Any row counts, whether a table shows it or not.
+        for other, seen in (("old", "'new', 'old'"), (None, "'None', 'new'")):
+            own = answered("adamas", "multi_key", 40, sources=other)
+            own |= {} if other else {"run": {"date": "2026-01-02"}}
+            with pytest.raises(ValueError, match=rf"one version of the code, got \[{seen}\]"):
+                write([*rows, own], **options)
 
 
 def test_losses_are_compared_text_by_text(write):
