@@ -134,7 +134,7 @@ class Table:
         head = [*(FIELDS[one][0] for one in self.lines), *self.columns]
         if not body:
             return f"To measure: `{self.command}`."
-        about = describe(data["meta"], [row.get("run", data["meta"]) for row in used])
+        about = describe(data["meta"], used)
         note = f"{self.note} {about}" if self.note else about
         return f"{markdown_table(head, body, num_names=len(self.lines))}\n\n{note}"
 
@@ -239,12 +239,12 @@ def select(rows: Iterable[Row], where: Where) -> list[Row]:
     return [row for row in rows if all(one == row.get(key) for key, one in where.items())]
 
 
-def describe(meta: Row, runs: Iterable[Row]) -> str:
-    """Describes hardware and date in one line, or the source of published figures."""
+def describe(meta: Row, rows: Iterable[Row]) -> str:
+    """Describes hardware and date of rows in one line, or the source of published figures."""
     if "device" not in meta:
         return f"{meta['source']}; {meta['unit']}; {meta['setting']}."
     device = meta["device"] if meta["device"] != "cpu" else f"{meta['cpu']}, {meta['cores']} cores"
-    dates = sorted({run["date"] for run in runs})
+    dates = sorted({row.get("run", meta)["date"] for row in rows})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"{device}; JAX {meta['versions']['jax']}; {when}"
 

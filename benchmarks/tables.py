@@ -50,6 +50,11 @@ WEIGHTS = ("bfloat16", "float8", "int8")
 
 END_TO_END = "python benchmarks/end_to_end.py"
 LLAMA: Row = {"model": "llama-3.1-8b", "implementation": "ours"}
+SEVERAL: Row = {
+    "phase": "decode",
+    "batch": OneOf(8, 32),
+    "tokens": OneOf(2**12, 2**14, 2**16),
+}
 WHOLE: dict[str, Any] = {"file": "end_to_end.json", "command": END_TO_END}
 SPEEDS = {
     "Dense": (DENSE, timed()),
@@ -347,8 +352,7 @@ class FirstCallSentence(FirstCall):
                 )
         if not sentences:
             return f"To measure: `{table.command}`."
-        runs = [row.get("run", data["meta"]) for row in rows]
-        return f"{' '.join(sentences)} {describe(data['meta'], runs)}"
+        return f"{' '.join(sentences)} {describe(data['meta'], rows)}"
 
 
 SCALE = Table(
@@ -424,8 +428,7 @@ TIMES: dict[str, Table] = {
     ),
     "batch": Table(
         **WHOLE,
-        where=LLAMA
-        | {"phase": "decode", "batch": OneOf(8, 32), "tokens": OneOf(2**12, 2**14, 2**16)},
+        where=LLAMA | SEVERAL,
         adapt=loaded,
         lines=("load",),
         columns=SPEEDS | {"Density 0.1, of its bound": (AT_01, of_floor)},
@@ -434,14 +437,7 @@ TIMES: dict[str, Table] = {
     ),
     "batch-models": Table(
         **WHOLE,
-        where={
-            "model": OneOf("qwen2.5-7b", "qwen3-30b-a3b"),
-            "implementation": "ours",
-            "phase": "decode",
-            "batch": OneOf(8, 32),
-            "tokens": OneOf(2**12, 2**14, 2**16),
-            "error": None,
-        },
+        where=LLAMA | SEVERAL | {"model": OneOf("qwen2.5-7b", "qwen3-30b-a3b"), "error": None},
         adapt=loaded,
         lines=("model", "load"),
         columns=SPEEDS,
