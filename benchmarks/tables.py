@@ -573,17 +573,18 @@ REAL = f"python benchmarks/real_models.py --model FILE.gguf {TEXT}"
 FIFTY = f"{REAL} --prompts 50"
 DEFAULT = "--policy sketchwalk --preset recommended"
 EVAL = f"sketchwalk eval {TEXT} --tokens 16384 --density 0.2 {OUT}/quality.json"
-ANSWERS: dict[str, Any] = {
-    "file": "answers.json",
-    "command": f"{FIFTY} {DEFAULT} --tokens 4096 8192 16384 30720 {OUT}/answers.json",
-}
-MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b")
-REPORTED: Row = {"stage": "report", "model": OneOf(*MODELS)}
 TASKS = {
     "Single needle": "single_needle",
     "One of many keys": "multi_key",
     "Mid-prompt": "mid_prompt",
 }
+ANSWERS: dict[str, Any] = {
+    "file": "answers.json",
+    "command": f"{FIFTY} {DEFAULT} --task {' '.join(TASKS.values())} text_loss code_loss --tokens "
+    f"4096 8192 16384 30720 {OUT}/answers.json",
+}
+MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
+REPORTED: Row = {"stage": "report", "model": OneOf(*MODELS)}
 AT_THE_END = ("single_needle", "multi_key")
 DECODED = (
     "recommended, 0.2",
@@ -694,9 +695,9 @@ RESULTS: dict[str, Table] = {
         file="answers.json",
         command=f"{FIFTY} --policy sketchwalk minference flexprefill --preset recommended --phase "
         f"prefill --dense-layers 0 --tokens 16384 {OUT}/answers.json",
-        where=REPORTED | {"model": MODELS[1], "phase": "prefill", "tokens": 2**14},
+        where=REPORTED | {"phase": "prefill", "tokens": 2**14},
         adapt=asked,
-        lines=("method",),
+        lines=("model", "method"),
         columns={
             "Density": (
                 {"task": OneOf(*TASKS.values())},
@@ -721,12 +722,20 @@ RESULTS: dict[str, Table] = {
     ),
     "text-loss": Table(
         **ANSWERS,
-        where=REPORTED | {"task": "text_loss", "method": "recommended", "phase": "both"},
+        where=REPORTED | {"method": "recommended", "phase": "both"},
         lines=("model", "tokens"),
         columns={
-            f"Density {density:g}": ({"density": density}, loss_beyond(method="dense"))
-            for density in (0.2, 0.1)
+            f"{kind}, density {density:g}": (
+                {"task": task, "density": density},
+                loss_beyond(method="dense"),
+            )
+            for kind, task, density in (
+                ("English", "text_loss", 0.2),
+                ("English", "text_loss", 0.1),
+                ("Code", "code_loss", 0.1),
+            )
         },
+        has_gaps=True,
     ),
     "continuations": Table(
         file="continuations.json",
@@ -772,9 +781,9 @@ RESULTS: dict[str, Table] = {
         },
     ),
     "rounding": Table(
-        file="real_models.json",
+        file="answers.json",
         command=f"{FIFTY} {DEFAULT} --density 1 --phase prefill --task multi_key mid_prompt "
-        f"--tokens 4096 8192 {OUT}/real_models.json",
+        f"--tokens 4096 8192 {OUT}/answers.json",
         where=REPORTED | {"method": "recommended", "density": 1.0},
         lines=("model", "tokens"),
         columns={title: ({"task": task}, right_interval) for title, task in [*TASKS.items()][1:]},
