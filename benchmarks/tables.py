@@ -741,8 +741,8 @@ RESULTS: dict[str, Table] = {
         file="continuations.json",
         command=f"{REAL} --prompts 200 {DEFAULT} --task long_decode --phase decode both "
         f"--tokens 4096 {OUT}/continuations.json",
-        where=REPORTED | {"method": "recommended", "phase": "both"},
-        lines=("model", "density"),
+        where=REPORTED | {"method": "recommended", "density": 0.1, "phase": "both"},
+        lines=("model",),
         columns={
             "Same likeliest token": ({}, number("agreement", "{:.1%}")),
             "Loss beyond dense": ({}, loss_beyond(method="dense")),
