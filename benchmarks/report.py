@@ -362,6 +362,13 @@ def bytes_read(rows: list[Row], other: Other) -> str:
     return f"{own / 2**20:.1f} ({own / dense:.2f})" if own and dense else NOTHING
 
 
+def right_and_computed(rows: list[Row], other: Other) -> str:
+    """Formats the shares of right answers and of all pairs that attention computed."""
+    share = right(rows, other)
+    density = mean("measured_density_all_layers", "{:.2f}")(rows, other)
+    return NOTHING if NOTHING in (share, density) else f"{share}, {density}"
+
+
 def right_and_read(rows: list[Row], other: Other) -> str:
     """Formats the shares of right answers, and of dense attention's bytes that a token reads."""
     own, dense = _bytes(rows), _bytes(other(method="dense"))

@@ -30,6 +30,7 @@ from report import (
     ratio,
     read,
     right,
+    right_and_computed,
     right_and_read,
     right_interval,
     sections,
@@ -699,12 +700,8 @@ RESULTS: dict[str, Table] = {
         adapt=asked,
         lines=("model", "method"),
         columns={
-            "Density": (
-                {"task": OneOf(*TASKS.values())},
-                mean("measured_density_all_layers", "{:.2f}"),
-            ),
-            "One of many keys": ({"task": "multi_key"}, right),
-            "Mid-prompt": ({"task": "mid_prompt"}, right),
+            "One of many keys: kept, computed": ({"task": "multi_key"}, right_and_computed),
+            "Mid-prompt: kept, computed": ({"task": "mid_prompt"}, right_and_computed),
             "Text loss beyond dense": ({"task": "text_loss"}, loss_beyond(method="dense")),
         },
     ),

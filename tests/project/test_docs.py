@@ -60,7 +60,7 @@ def test_tables_equal_the_results(repository):
         ("benchmarks/appendix/kernels.md", "gradients"),
         (NUMBERS, "kernels"),
         (NUMBERS, "cpu"),
-        ("benchmarks/QUALITY.md", "bundled"),
+        ("benchmarks/QUALITY.md", "by-task"),
     ],
 )
 def test_a_page_has_the_table_with_hardware_and_date(repository, page, name):
