@@ -362,18 +362,20 @@ def bytes_read(rows: list[Row], other: Other) -> str:
     return f"{own / 2**20:.1f} ({own / dense:.2f})" if own and dense else NOTHING
 
 
-def right_and_computed(rows: list[Row], other: Other) -> str:
-    """Formats the shares of right answers and of all pairs that attention computed."""
-    share = right(rows, other)
-    density = mean("measured_density_all_layers", "{:.2f}")(rows, other)
-    return NOTHING if NOTHING in (share, density) else f"{share}, {density}"
-
-
-def right_and_read(rows: list[Row], other: Other) -> str:
-    """Formats the shares of right answers, and of dense attention's bytes that a token reads."""
+def read_of_dense(rows: list[Row], other: Other) -> str:
+    """Formats the share of dense attention's bytes that a decoded token reads."""
     own, dense = _bytes(rows), _bytes(other(method="dense"))
-    share = right(rows, other)
-    return f"{share}, {own / dense:.2f}" if own and dense and share != NOTHING else NOTHING
+    return f"{own / dense:.2f}" if own and dense else NOTHING
+
+
+def joined(*cells: Cell) -> Cell:
+    """Makes a cell with those of several, if there are all."""
+
+    def cell(rows: list[Row], other: Other) -> str:
+        found = [one(rows, other) for one in cells]
+        return NOTHING if NOTHING in found else ", ".join(found)
+
+    return cell
 
 
 def _bytes(rows: Iterable[Row]) -> float:

@@ -21,6 +21,7 @@ from report import (
     bytes_read,
     describe,
     duration,
+    joined,
     loss_beyond,
     markdown_table,
     mean,
@@ -29,9 +30,8 @@ from report import (
     of_floor,
     ratio,
     read,
+    read_of_dense,
     right,
-    right_and_computed,
-    right_and_read,
     right_interval,
     sections,
     select,
@@ -579,13 +579,16 @@ TASKS = {
     "One of many keys": "multi_key",
     "Mid-prompt": "mid_prompt",
 }
+ASKED = f"{' '.join(TASKS.values())} text_loss"
 ANSWERS: dict[str, Any] = {
     "file": "answers.json",
-    "command": f"{FIFTY} {DEFAULT} --task {' '.join(TASKS.values())} text_loss code_loss --tokens "
-    f"4096 8192 16384 30720 {OUT}/answers.json",
+    "command": f"{FIFTY} {DEFAULT} --task {ASKED} code_loss --probe-prompts 2 --tokens 4096 8192 "
+    f"16384 30720 {OUT}/answers.json",
 }
 MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 REPORTED: Row = {"stage": "report", "model": OneOf(*MODELS)}
+BEYOND_DENSE = loss_beyond(method="dense")
+COMPUTED = mean("measured_density_all_layers", "{:.2f}")
 AT_THE_END = ("single_needle", "multi_key")
 DECODED = (
     "recommended, 0.2",
@@ -605,7 +608,8 @@ def answers(density: float) -> Table:
     """Makes the table of dense attention's answers that the default policy keeps, by phase."""
     return Table(
         **ANSWERS,
-        where=REPORTED | {"method": "recommended", "density": density},
+        where=REPORTED
+        | {"method": "recommended", "density": density, "task": OneOf(*TASKS.values())},
         lines=("model", "tokens"),
         columns={title: ({"phase": phase}, right) for title, phase in IN_PHASE.items()},
         has_gaps=True,
@@ -688,33 +692,37 @@ RESULTS: dict[str, Table] = {
     "losses-tenth": answers(0.1),
     "by-task": Table(
         **ANSWERS,
-        where=REPORTED | {"method": "recommended", "density": 0.1, "phase": "both"},
+        where=REPORTED | {"method": "recommended", "density": 0.1, "phase": "prefill"},
         lines=("model", "tokens"),
         columns={title: ({"task": task}, right) for title, task in TASKS.items()},
     ),
     "methods-prefill": Table(
         file="answers.json",
         command=f"{FIFTY} --policy sketchwalk minference flexprefill --preset recommended --phase "
-        f"prefill --dense-layers 0 --tokens 16384 {OUT}/answers.json",
+        f"prefill --dense-layers 0 --task {ASKED} --tokens 16384 {OUT}/answers.json",
         where=REPORTED | {"phase": "prefill", "tokens": 2**14},
         adapt=asked,
         lines=("model", "method"),
         columns={
-            "One of many keys: kept, computed": ({"task": "multi_key"}, right_and_computed),
-            "Mid-prompt: kept, computed": ({"task": "mid_prompt"}, right_and_computed),
-            "Text loss beyond dense": ({"task": "text_loss"}, loss_beyond(method="dense")),
+            "One of many keys: kept, computed": ({"task": "multi_key"}, joined(right, COMPUTED)),
+            "Mid-prompt: kept, computed": ({"task": "mid_prompt"}, joined(right, COMPUTED)),
+            "Text loss beyond dense": ({"task": "text_loss"}, BEYOND_DENSE),
         },
     ),
     "methods-decode": Table(
         file="answers.json",
         command=f"{FIFTY} --policy sketchwalk quest adamas --preset recommended --density 0.05 0.1 "
-        f"0.2 --phase decode --dense-layers 0 --probe-prompts 2 --tokens 8192 {OUT}/answers.json",
+        f"0.2 --phase decode --dense-layers 0 --task {ASKED} --probe-prompts 2 --tokens 8192 "
+        f"{OUT}/answers.json",
         where=REPORTED | {"phase": "decode", "tokens": 8192, "method": OneOf(*DECODED)},
         adapt=asked,
         lines=("model", "method"),
         columns={
-            "Question at the end: kept, read": ({"task": OneOf(*AT_THE_END)}, right_and_read),
-            "Mid-prompt: kept, read": ({"task": "mid_prompt"}, right_and_read),
+            "Question at the end: kept, read": (
+                {"task": OneOf(*AT_THE_END)},
+                joined(right, read_of_dense),
+            ),
+            "Mid-prompt: kept, read": ({"task": "mid_prompt"}, joined(right, read_of_dense)),
         },
     ),
     "text-loss": Table(
@@ -722,17 +730,10 @@ RESULTS: dict[str, Table] = {
         where=REPORTED | {"method": "recommended", "phase": "both"},
         lines=("model", "tokens"),
         columns={
-            f"{kind}, density {density:g}": (
-                {"task": task, "density": density},
-                loss_beyond(method="dense"),
-            )
-            for kind, task, density in (
-                ("English", "text_loss", 0.2),
-                ("English", "text_loss", 0.1),
-                ("Code", "code_loss", 0.1),
-            )
+            "English, density 0.2": ({"task": "text_loss", "density": 0.2}, BEYOND_DENSE),
+            "English, density 0.1": ({"task": "text_loss", "density": 0.1}, BEYOND_DENSE),
+            "Code, density 0.1": ({"task": "code_loss", "density": 0.1}, BEYOND_DENSE),
         },
-        has_gaps=True,
     ),
     "continuations": Table(
         file="continuations.json",
@@ -742,7 +743,7 @@ RESULTS: dict[str, Table] = {
         lines=("model",),
         columns={
             "Same likeliest token": ({}, number("agreement", "{:.1%}")),
-            "Loss beyond dense": ({}, loss_beyond(method="dense")),
+            "Loss beyond dense": ({}, BEYOND_DENSE),
         },
     ),
     "weights-loss": Table(

@@ -61,6 +61,7 @@ def test_tables_equal_the_results(repository):
         (NUMBERS, "kernels"),
         (NUMBERS, "cpu"),
         ("benchmarks/QUALITY.md", "by-task"),
+        ("benchmarks/appendix/paper.md", "bundled"),
     ],
 )
 def test_a_page_has_the_table_with_hardware_and_date(repository, page, name):
