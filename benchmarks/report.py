@@ -369,7 +369,7 @@ def read_of_dense(rows: list[Row], other: Other) -> str:
 
 
 def joined(*cells: Cell) -> Cell:
-    """Makes a cell with those of several, if there are all."""
+    """Joins cells with commas; empty if one is."""
 
     def cell(rows: list[Row], other: Other) -> str:
         found = [one(rows, other) for one in cells]
