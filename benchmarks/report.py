@@ -356,16 +356,16 @@ def mean(field: str, text: str) -> Cell:
     return cell
 
 
-def bytes_read(rows: list[Row], other: Other) -> str:
-    """Formats the MiB that a decoded token reads in all layers, and their ratio to dense."""
-    own, dense = _bytes(rows), _bytes(other(method="dense"))
-    return f"{own / 2**20:.1f} ({own / dense:.2f})" if own and dense else NOTHING
-
-
 def read_of_dense(rows: list[Row], other: Other) -> str:
     """Formats the share of dense attention's bytes that a decoded token reads."""
     own, dense = _bytes(rows), _bytes(other(method="dense"))
     return f"{own / dense:.2f}" if own and dense else NOTHING
+
+
+def bytes_read(rows: list[Row], other: Other) -> str:
+    """Formats the MiB that a decoded token reads in all layers, and their ratio to dense."""
+    share = read_of_dense(rows, other)
+    return NOTHING if share == NOTHING else f"{_bytes(rows) / 2**20:.1f} ({share})"
 
 
 def joined(*cells: Cell) -> Cell:
